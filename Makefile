@@ -40,10 +40,10 @@ help:
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
 	@echo "make test-lightning  Lightning's own tests with a pipeline in each Trainer that names no"
 	@echo "             strategy; LIGHTNING=FOLDER names a checkout of Lightning (some 10 minutes)"
-	@echo "make models  models of transformers, diffusers, torchvision and timm as pipelines (over an"
-	@echo "             hour); ARGS='transformers --only Llama' for some of them"
-	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; faults, interrupts, killed"
-	@echo "             processes (some minutes)"
+	@echo "make models  models of transformers, PEFT, diffusers, torchvision and timm as pipelines"
+	@echo "             (over an hour); ARGS='transformers --only Llama' for some of them"
+	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; 1,500 drawn fits; faults,"
+	@echo "             interrupts, killed processes (some minutes)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
@@ -83,7 +83,8 @@ models: .venv-models/.ready
 	HF_HUB_OFFLINE=1 .venv-models/bin/python -m tests.models $(or $(ARGS),--write docs/models.md)
 
 soak: $(READY)
-	$(BIN)/pytest tests/promises/test_drawn_models.py tests/promises/test_interrupts.py \
+	$(BIN)/pytest tests/promises/test_drawn_models.py tests/promises/test_drawn_fits.py \
+	    tests/promises/test_interrupts.py \
 	    tests/promises/test_random_faults.py tests/promises/test_processes.py::test_drawn_models \
 	    tests/promises/test_processes_that_fail.py tests/promises/test_killed_runs.py \
 	    tests/promises/test_steps_by_micro_batch.py tests/promises/test_steps_that_fail.py \

@@ -15,7 +15,7 @@ For information: threads beside processes where operators are small. Threads of 
 one another under the interpreter's lock; processes do not, but pay for messages. So many narrow
 blocks on short sequences run both ways, and the table has what an operator takes on a micro-batch,
 backward included. Beside it stands how much longer threads take than the schedule lets two workers
-take that do not wait for one another, which is what the strategy sees as well.
+take that do not wait for one another.
 """
 
 from __future__ import annotations

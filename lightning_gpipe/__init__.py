@@ -1,5 +1,7 @@
 """Pipeline parallelism for PyTorch Lightning: GPipe as a strategy."""
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 from lightning_gpipe.callbacks import PipelineMonitor, Rebalance
 from lightning_gpipe.core.balance import LayerProfile, ModelProfile, Place
 from lightning_gpipe.core.data import (
@@ -24,7 +26,7 @@ from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.schedules import Schedule
 from lightning_gpipe.core.transport import OutOfStep, RankFailed
 from lightning_gpipe.core.verify import LossParity, Parity, StepParity, verify, verify_step
-from lightning_gpipe.strategy import GPipeStrategy, registries
+from lightning_gpipe.strategy import GPipeStrategy
 from lightning_gpipe.version import __version__ as __version__
 
 __all__ = [
@@ -60,7 +62,6 @@ __all__ = [
 ]
 
 # The second name is the path of the class in lower case, to which a Trainer converts names.
-for _registry in registries():
-    for _name in ("gpipe", "lightning_gpipe.gpipestrategy"):
-        if _name not in _registry:  # as after importlib.reload
-            _registry.register(_name, GPipeStrategy, description=GPipeStrategy.__doc__)
+for _name in ("gpipe", "lightning_gpipe.gpipestrategy"):
+    if _name not in StrategyRegistry:  # as after importlib.reload
+        StrategyRegistry.register(_name, GPipeStrategy, description=GPipeStrategy.__doc__)

@@ -38,8 +38,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_gpipe.core.run.observe.timeline import Span, Timeline
-from lightning_gpipe.core.schedules import Action, Schedule
+from lightning_gpipe.core.run.observe.timeline import Timeline
+from lightning_gpipe.core.schedules import Action, Schedule, Span
 
 Costs = Mapping[Action, float]
 

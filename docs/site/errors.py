@@ -60,7 +60,8 @@ OTHERS = [
     (
         "You selected an invalid strategy name",
         'Write `strategy="gpipe"`, or an object: `strategy=GPipeStrategy(...)`, not the class. In '
-        "YAML, `strategy: lightning_gpipe.GPipeStrategy` is a name too.",
+        "YAML, `strategy: lightning_gpipe.GPipeStrategy` is a name too. Fabric takes no "
+        "GPipeStrategy, and neither do Trainers of `pytorch_lightning`.",
     ),
     (
         'Parser key "trainer.strategy": Expected a dot import path string: gpipe',
@@ -118,7 +119,7 @@ def _messages(path: Path) -> Iterator[tuple[str, str]]:
 def _texts(node: ast.AST) -> Iterator[str]:
     """The texts that the code of a file may say, with "…" for values."""
     if isinstance(node, ast.JoinedStr):
-        yield "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+        yield "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     else:
@@ -127,7 +128,9 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").split())
+    for mark in ("|", "*", "__"):
+        text = text.replace(mark, "".join(f"\\{character}" for character in mark))
+    return " ".join(text.replace("<", "&lt;").split())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 _OBJECT = re.compile(r"^::: (\S+)(\n    options:\n.*)?$", re.MULTILINE)
+_ROLE = re.compile(r":[a-z]+:<code>~?([\w.]+)</code>")
 SCHEDULES = "javascripts/schedules.json"  # which docs/site/schedules.py has exported
 
 
@@ -45,6 +46,13 @@ def on_pre_page(page: Page, config: Any, files: Files) -> Page:
     return page
 
 
+def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
+    """Link the objects that docstrings name by Sphinx's roles, and end its ``::`` in one colon."""
+    if not page.file.src_uri.startswith("api/"):
+        return html
+    return _ROLE.sub(_linked, html).replace("::</p>", ":</p>")
+
+
 def on_post_build(config: Any) -> None:
     """Put the text of each page beside it, as ``index.md``, and list all in ``llms.txt``."""
     address, site = config["site_url"].rstrip("/"), Path(config["site_dir"])
@@ -58,6 +66,12 @@ def on_post_build(config: Any) -> None:
 
 def _source(file: File) -> Path:
     return Path(str(file.abs_src_path)).resolve()
+
+
+def _linked(match: re.Match[str]) -> str:
+    """A link to an object, if it is on a page."""
+    name = match[1].rpartition(".")[2]
+    return f'<autoref identifier="{match[1]}" optional><code>{name}</code></autoref>'
 
 
 def _described(match: re.Match[str]) -> str:

@@ -14,7 +14,7 @@ from lightning_gpipe.core.schedules import Kind, fill_drain
 PICTURE = Path(__file__).parents[1] / "pictures" / "moving.svg"
 DEVICES, CHUNKS = 4, 8
 
-_WIDTH, _ROW, _HEAD, _TEXT = 640, 24, 26, 74  # pixels: of the picture, a row, a title, the names
+_WIDTH, _ROW, _HEAD, _TEXT = 640, 26, 30, 96  # pixels: of the picture, a row, a title, the names
 _SECONDS = 9.0
 _COLORS = {Kind.FORWARD: "#3b75af", Kind.BACKWARD: "#e8853d"}
 _GREY = "#7f8792"  # legible on white and on black
@@ -28,7 +28,7 @@ def picture() -> str:
     top = _HEAD + DEVICES * _ROW + 10
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        'font-family="sans-serif" font-size="15">',
+        'font-family="sans-serif" font-size="20">',
         "<title>Four devices run a mini-batch whole, and in eight micro-batches</title>",
         f'<clipPath id="past"><rect x="{_TEXT}" width="{_WIDTH}" height="{height}">'
         f'<animate attributeName="width" values="0;{_WIDTH - _TEXT};{_WIDTH - _TEXT}" '
@@ -41,10 +41,10 @@ def picture() -> str:
 
 
 def _panel(title: str, m: int, top: float, scale: float) -> Iterator[str]:
-    yield f'<text x="{_TEXT}" y="{top + 17}" fill="{_GREY}">{title}</text>'
+    yield f'<text x="{_TEXT}" y="{top + 20}" fill="{_GREY}">{title}</text>'
     for j in range(DEVICES):
         y = top + _HEAD + j * _ROW
-        yield f'<text x="0" y="{y + 16}" fill="{_GREY}">device {j}</text>'
+        yield f'<text x="0" y="{y + 18}" fill="{_GREY}">device {j}</text>'
     yield '<g clip-path="url(#past)">'
     for kind, j, start, end in _boxes(m):
         x, width = _TEXT + start * scale, (end - start) * scale

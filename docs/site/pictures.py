@@ -1,23 +1,27 @@
-"""Draws the pictures of "How it works" from real timelines: ``python docs/site/pictures.py``.
+"""Draws pictures of "How it works" and "Monitoring": ``python docs/site/pictures.py [NAME...]``.
 
-Run it on two idle cores. Each picture is the mini-batch of median length.
+Run it on two idle cores. A picture of "How it works" is the mini-batch of median length; that of
+"Monitoring", ``timeline``, is the file that PipelineMonitor writes.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core for each stage
 
+import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_gpipe import GPipe
+from lightning_gpipe import GPipe, GPipeStrategy, PipelineMonitor
 from lightning_gpipe.core.show import timeline_picture
 
-FOLDER = Path(__file__).parents[1] / "pictures"
+DOCS = Path(__file__).parents[1]
 WIDTH, ROWS, ROUNDS = 640, 1024, 25
 SIZE = 5.4, 2.9  # inches: legible on 400 pixels
 
@@ -56,12 +60,45 @@ def draw(name: str, title: str, balance: list[int], options: dict[str, Any]) -> 
     assert legend is not None, "there are several kinds of actions"
     legend.remove()
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(FOLDER / f"{name}.png", dpi=200)
+    figure.savefig(DOCS / "pictures" / f"{name}.png", dpi=200)
     print(f"{name}: {note}")
+
+
+class Net(L.LightningModule):
+    """Trains the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def draw_monitored() -> None:
+    """Copy the picture of a PipelineMonitor of two unequal stages."""
+    with TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=GPipeStrategy([5, 3], chunks=8, threads=True),
+            callbacks=[PipelineMonitor(every_n_steps=1, folder=folder)],
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8 * ROWS, WIDTH), ROWS))
+        picture = Path(folder) / "pipeline_timeline.png"
+        (DOCS / "guide" / "timeline.png").write_bytes(picture.read_bytes())
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    FOLDER.mkdir(exist_ok=True)
-    for key, (title, balance, options) in PICTURES.items():
-        draw(key, title, balance, options)
+    for key in sys.argv[1:] or [*PICTURES, "timeline"]:
+        if key == "timeline":
+            draw_monitored()
+        else:
+            draw(key, *PICTURES[key])

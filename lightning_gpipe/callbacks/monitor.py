@@ -34,7 +34,7 @@ from lightning_gpipe.callbacks.running import (
     strategy_of,
 )
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.planner import changes, doubts, split_shares
+from lightning_gpipe.core.planner import changes, doubts
 from lightning_gpipe.core.run import Observation, Timeline
 from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
 from lightning_gpipe.distributed import Group
@@ -282,14 +282,8 @@ def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps:
         return f"What other settings would bring is not known, for {doubt}"
     paths = [piped.path for piped in pipeline.piped_modules]
     k = 0 if len(paths) == 1 else paths.index(name)
-    best = parts = None
-    if pipeline.profiles:
-        best = partial(best_balance, pipeline, k)
-        if pipeline.profiles[k].split:
-            parts = split_shares(pipeline.profiles[k], pipeline.balances[k])
-    gains = changes(
-        last.schedule, times, last.busy, best, parts=parts, steps=steps, inline=last.inline
-    )
+    best = partial(best_balance, pipeline, k) if pipeline.profiles else None
+    gains = changes(last.schedule, times, last.busy, best, steps=steps, inline=last.inline)
     worth = [str(change) for change in gains if change.gain > _WORTH]
     on_one_thread = " on one thread, where no schedule overlaps" if last.inline else ""
     return f"By simulation{on_one_thread}, " + (

@@ -21,8 +21,7 @@ from lightning.pytorch import Trainer
 from lightning_gpipe.core.balance import Place, Shift, shift_for, time_costs
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.pipeline import GPipe, memory_of
-from lightning_gpipe.core.run import Span
-from lightning_gpipe.core.schedules import count_recomputed
+from lightning_gpipe.core.schedules import Span, count_recomputed
 from lightning_gpipe.core.show import Slice
 from lightning_gpipe.distributed import Group
 from lightning_gpipe.strategy import GPipeStrategy

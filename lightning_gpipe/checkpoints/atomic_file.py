@@ -1,4 +1,4 @@
-"""Writes checkpoint files atomically, and says why a file is no whole checkpoint.
+"""Writes checkpoint files atomically, and refuses a file that is no checkpoint.
 
 Lightning writes the file to the folder for temporary files and moves it from there, which is a copy
 if that folder is on another disk. A process that is killed meanwhile, or a full disk, leaves an
@@ -7,17 +7,12 @@ incomplete file in the place of the last checkpoint.
 Here PyTorch writes to a file beside the last checkpoint, without a copy in memory. Once it is
 synchronised to the disk, it replaces the last checkpoint. The format is Lightning's, and so are
 files on other machines.
-
-PyTorch's error for an unreadable file depends on how far its unpickler came: ``EOFError: Ran out of
-input`` for an empty file, ``KeyError: 101`` for a text. So such a file is examined as the archive
-that it should be: the list of members at its end, and the checksum of each.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from glob import escape
@@ -32,10 +27,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
+from lightning_gpipe.core.faithful import add_note
+
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # some network file systems
-# The first bytes of a file that torch.save writes, and wrote before PyTorch 1.6.
-_ARCHIVE = b"PK\x03\x04"
-_OLD_ARCHIVE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _VERSION = "pytorch-lightning_version"
 _KEYS = 4  # the most that an error lists
 
@@ -73,11 +67,18 @@ class AtomicFiles(TorchCheckpointIO):
     def load_checkpoint(self, path: str | Path, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # what else there is differs between versions
         """Load a checkpoint.
 
-        Raises:
-            RuntimeError: If the file is damaged or no checkpoint; it says which.
+        The error of PyTorch for a file that it cannot read gets a note with the path.
         """
-        with explained(path, on_this_machine(path)):
+        try:
             return super().load_checkpoint(path, **options)
+        except Exception as error:
+            add_note(
+                error,
+                f"raised while the checkpoint {path} was read, which must be a whole file that a "
+                "Trainer has saved. If it is empty or truncated, take an older one, or save it "
+                "again.",
+            )
+            raise
 
 
 def on_this_machine(path: str | Path) -> Path | None:
@@ -133,28 +134,6 @@ def _sync(descriptor: int) -> None:
             raise
 
 
-@contextmanager
-def explained(path: str | Path, place: Path | None) -> Iterator[None]:
-    """Raise a RuntimeError if a ``with`` block cannot read the contents of a checkpoint.
-
-    Args:
-        path: The checkpoint, as the user gave it.
-        place: Its local path; None if it is on another machine.
-    """
-    try:
-        yield
-    except (FileNotFoundError, IsADirectoryError, PermissionError, MemoryError):
-        raise
-    except Exception as error:
-        cause = None if place is None else _cause(place, error)
-        if cause is None:
-            raise
-        raise RuntimeError(
-            f"the checkpoint {path} must be a whole file that a Trainer has saved: it {cause}. "
-            "Take an older one, or save it again."
-        ) from error
-
-
 def check_contents(checkpoint: Any, path: str | Path) -> None:
     """Raise if the contents of a file were not saved by a Trainer."""
     if isinstance(checkpoint, Mapping) and _VERSION in checkpoint:
@@ -167,30 +146,3 @@ def check_contents(checkpoint: Any, path: str | Path) -> None:
         f"the checkpoint {path} must be a file that a Trainer has saved, which has "
         f"{_VERSION!r}: got {found}. Weights alone are for model.load_state_dict(torch.load(...))."
     )
-
-
-def _cause(place: Path, error: Exception) -> str | None:
-    """The fault of a file, as a predicate; None if it is a whole file of PyTorch."""
-    size = place.stat().st_size
-    with place.open("rb") as file:
-        start = file.read(len(_OLD_ARCHIVE))
-    if not size:
-        return "is empty"
-    if start.startswith(_ARCHIVE):
-        return _cause_in_archive(place, size)
-    if start != _OLD_ARCHIVE:
-        return f"is no file of PyTorch, for it begins with {start[:8]!r}"
-    truncated = isinstance(error, EOFError | RuntimeError) or "truncated" in str(error)
-    return f"has lost its end: {size:,} bytes are left" if truncated else None
-
-
-def _cause_in_archive(place: Path, size: int) -> str | None:
-    try:
-        with zipfile.ZipFile(place) as archive:
-            damaged = archive.testzip()
-            names = archive.namelist()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError):
-        return f"has lost its end, or has other contents than were written: {size:,} bytes are left"
-    if not any(name.endswith("/data.pkl") for name in names):
-        return "is an archive of something else than PyTorch"
-    return None if damaged is None else f"has other contents in {damaged!r} than were written"

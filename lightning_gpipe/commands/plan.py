@@ -117,7 +117,6 @@ class _Planning(CPUAccelerator):
                 options.schedule or settings.schedule,
                 True if settings.split_backward is True else "auto",
             ),
-            len(self._places),
             options.stages,
             None,
             settings.around,

@@ -126,5 +126,5 @@ def _is_stopped(process: Process) -> bool:
         return False
     try:
         return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # it is a child of a forkserver
+    except ChildProcessError:  # it was waited for elsewhere
         return False

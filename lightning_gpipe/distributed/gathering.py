@@ -1,15 +1,15 @@
 """Checkpoints of which each process has a part, gathered in the first process.
 
 Each process has all keys and all parameters, those of other processes on the meta device. The first
-process asks for the values that it does not have, and each of the others sends those that it has,
-one after another: the first never has more than a whole checkpoint and the part of one other.
-
-Where each process saves its part itself, the parts are the same, and only the names are gathered.
+process asks for the values that it does not have, and those that another one has are its part,
+which it saves itself, or sends. They are sent one after another: the first process never has more
+than a whole checkpoint and the part of one other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,13 +26,10 @@ def whole_state(module: nn.Module, group: Group, elsewhere: Collection[str]) -> 
         group: The processes.
         elsewhere: The paths of the modules in stages of other processes.
     """
-    state: dict[str, Any] = module.state_dict()
-    missing, part = _parts(state, group, elsewhere)
-    values = _gather(part, group)
-    if group.rank:
-        return {}
-    _check_complete(missing, values)
-    state.update(values)
+    parts = group.gather(own_state(module, group, elsewhere))
+    state: dict[str, Any] = module.state_dict() if parts else {}
+    for part in parts:
+        state.update(part)
     return state
 
 
@@ -40,17 +37,11 @@ def own_state(module: nn.Module, group: Group, elsewhere: Collection[str]) -> di
     """Return the part of a module's state dict that this process saves, see :func:`whole_state`."""
     state: dict[str, Any] = module.state_dict()
     missing, part = _parts(state, group, elsewhere)
-    names = _gather(dict.fromkeys(part), group)
+    names = set(chain(*group.gather(list(part))))
     if group.rank:
         return part
     _check_complete(missing, names)
     return {name: value for name, value in state.items() if name not in set(missing)}
-
-
-def own_optimizer_keys(optimizer: Optimizer, own: Mapping[Any, Any], group: Group) -> list[Any]:
-    """Return the keys of the part of an optimizer's ``own`` state that this process saves."""
-    missing, part = _optimizer_parts(optimizer, own, group)
-    return list(part) if group.rank else [key for key in own if key not in missing]
 
 
 def whole_optimizer_state(
@@ -58,13 +49,20 @@ def whole_optimizer_state(
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with the states of all processes; empty but in the first."""
     own = state["state"]
-    missing, part = _optimizer_parts(optimizer, own, group)
-    values = _gather(part, group)
-    if group.rank:
+    parts = group.gather({k: own[k] for k in own_optimizer_keys(optimizer, own, group)})
+    if not parts:
         return {}
-    whole = {k: own[k] for k in own if k not in missing} | values
-    in_order = {k: whole[k] for k in sorted(whole, key=_order)}
-    return {**state, "state": in_order}
+    whole = {k: value for part in parts for k, value in part.items()}
+    return {**state, "state": {k: whole[k] for k in sorted(whole, key=_order)}}
+
+
+def own_optimizer_keys(optimizer: Optimizer, own: Mapping[Any, Any], group: Group) -> list[Any]:
+    """Return the keys of the part of an optimizer's ``own`` state that this process saves."""
+    parameters = [each for one in optimizer.param_groups for each in one["params"]]
+    missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
+    if group.rank == 0:
+        return [key for key in own if key not in missing]
+    return [k for k in missing if k in own and not parameters[k].is_meta]
 
 
 def _parts(
@@ -81,15 +79,6 @@ def _parts(
     return missing, {name: state[name] for name in missing if not is_missing(name)}
 
 
-def _optimizer_parts(
-    optimizer: Optimizer, own: Mapping[Any, Any], group: Group
-) -> tuple[set[int], dict[int, Any]]:
-    """Return the parameters that the first process lacks, and the states that this one has."""
-    parameters = [each for one in optimizer.param_groups for each in one["params"]]
-    missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
-    return set(missing), {k: own[k] for k in missing if k in own and not parameters[k].is_meta}
-
-
 def _check_complete(missing: Collection[str], values: Collection[str]) -> None:
     for name in missing:
         if name not in values:
@@ -97,11 +86,6 @@ def _check_complete(missing: Collection[str], values: Collection[str]) -> None:
                 "the values of each parameter and buffer must be in some process: got none for "
                 f"{name!r}. Load them from a checkpoint, or build the model on the CPU."
             )
-
-
-def _gather(part: dict[Any, Any], group: Group) -> dict[Any, Any]:
-    """Return the parts of all processes, in the first one."""
-    return {key: value for each in group.gather(part) for key, value in each.items()}
 
 
 def _order(key: Any) -> tuple[bool, Any]:

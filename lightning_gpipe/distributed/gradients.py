@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.distributed.group import Group
 
 
@@ -34,14 +35,14 @@ class SameParameters:
         self._around = around
         self._around_ids = {id(parameter) for parameter in around}
         self._plugin = plugin
-        self._replaced: list[tuple[Any, str]] = []
+        self._changes = Journal()
         for parameter in around:
             group.overwrite(parameter)
-        self._replace(plugin, "clip_grad_by_norm", self._clip)
+        self._changes.write([(vars(plugin), "clip_grad_by_norm", self._clip)])
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             self._scaler = plugin.scaler
             self._unscale_here = plugin.scaler._unscale_grads_
-            self._replace(plugin.scaler, "_unscale_grads_", self._unscale)
+            self._changes.write([(vars(plugin.scaler), "_unscale_grads_", self._unscale)])
 
     def equalise(self) -> None:
         """Give all processes the gradients of the first one.
@@ -54,13 +55,7 @@ class SameParameters:
 
     def release(self) -> None:
         """Restore the methods of the plugin and its scaler."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
-        self._replaced = []
-
-    def _replace(self, owner: Any, name: str, method: Any) -> None:
-        vars(owner)[name] = method
-        self._replaced.append((owner, name))
+        self._changes.undo()
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of the gradients of all processes, which have them in the same order."""

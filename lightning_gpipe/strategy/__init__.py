@@ -6,7 +6,6 @@ checkpoints, the user's steps, compilation, refusals.
 
 from lightning_gpipe.strategy.adapters.profiling import path_of
 from lightning_gpipe.strategy.gpipe import GPipeStrategy
-from lightning_gpipe.strategy.refusals import registries
 from lightning_gpipe.strategy.sample import entries_in, optimizers_of
 
-__all__ = ["GPipeStrategy", "entries_in", "optimizers_of", "path_of", "registries"]
+__all__ = ["GPipeStrategy", "entries_in", "optimizers_of", "path_of"]

@@ -15,16 +15,16 @@ inputs with and without gradients. The only variants left are micro-batches of o
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.core.layout import layers_of
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.profile import kind_of
@@ -35,85 +35,8 @@ _OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
 _GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
-class Compilation:
-    """The layers that are compiled, from :meth:`begin` to :meth:`release`.
-
-    Args:
-        options: Options of torch.compile; True for the defaults, False to compile nothing.
-
-    Raises:
-        TypeError, ValueError: If torch.compile does not have an option, or it does not work on
-            several threads.
-    """
-
-    def __init__(self, options: bool | dict[str, Any]) -> None:
-        _check(options)
-        self._options: dict[str, Any] | None = None
-        if options is not False:
-            self._options = {"dynamic": True, **(options if isinstance(options, dict) else {})}
-        self._functions: dict[Hashable, _Call] = {}
-        self._layers: dict[nn.Module, _Call] = {}
-        self._began: float | None = None  # the first batch; 0.0 once it has ended
-
-    def begin(self, modules: Callable[[], Sequence[PipedModule]]) -> None:
-        """Let the layers of modules that run as pipelines be compiled when they are called first.
-
-        Raises:
-            ValueError: If one of the modules has no layers.
-        """
-        if self._options is None:
-            return
-        layers = [layer for piped in modules() for layer in _layers_of(piped)]
-        # Layers that the user compiles stay as they are.
-        plain = [layer for layer in layers if "_compiled_call_impl" not in vars(layer)]
-        kinds: dict[Hashable, int] = {}
-        for layer in plain:
-            kind = kinds.setdefault(kind_of(layer), len(kinds))
-            compiled = partial(self._call, layer, kind)
-            vars(layer)["_compiled_call_impl"] = self._layers[layer] = compiled
-        backend = self._options.get("backend", "inductor")
-        name = repr(backend) if isinstance(backend, str) else getattr(backend, "__name__", backend)
-        rank_zero_info(
-            f"GPipe compiles {len(self._layers)} layers of {len(kinds)} kinds with torch.compile, "
-            f"backend {name}, when they run first: the first training batch, and the "
-            "first evaluation, take longer."
-        )
-        self._began = None
-
-    def begin_batch(self) -> None:
-        if not self._layers:
-            return
-        if self._began is None:
-            self._began = time.perf_counter()
-        elif self._began:
-            seconds, self._began = time.perf_counter() - self._began, 0.0
-            rank_zero_info(
-                f"GPipe: the first training batch took {seconds:.1f} s, to compile "
-                f"{len(self._functions)} functions included. Others of these kinds, on "
-                "micro-batches of other sizes, use the same code; one row has code of its own."
-            )
-
-    def release(self) -> None:
-        for layer, compiled in self._layers.items():
-            if vars(layer).get("_compiled_call_impl") is compiled:
-                del vars(layer)["_compiled_call_impl"]
-        self._layers, self._functions = {}, {}
-
-    def _call(self, layer: nn.Module, kind: int, *args: Any, **kwargs: Any) -> Any:
-        tensors: Iterable[torch.Tensor] = chain(layer.parameters(), layer.buffers())
-        device = next((tensor.device for tensor in tensors), None)
-        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), layer.training
-        values = (*args, *kwargs.values())
-        inputs = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
-        key = kind, device, mode, inputs
-        function = self._functions.get(key)
-        if function is None:
-            assert self._options is not None
-            function = self._functions.setdefault(key, torch.compile(_caller(), **self._options))
-        return function(layer, *args, **kwargs)
-
-
-def _check(options: Any) -> None:
+def check_compile(options: Any) -> None:
+    """Raise unless these are options of torch.compile that work on several threads, or a bool."""
     if isinstance(options, bool):
         return
     if not isinstance(options, dict):
@@ -131,6 +54,58 @@ def _check(options: Any) -> None:
             f"those of their stages: got compile={options}. Write "
             f"compile={{'mode': {instead or 'default'!r}}}."
         )
+
+
+def compile_layers(
+    modules: Iterable[PipedModule], options: Literal[True] | dict[str, Any], changes: Journal
+) -> None:
+    """Let the layers of modules that run as pipelines be compiled when they are called first.
+
+    Args:
+        modules: The modules.
+        options: Options of torch.compile; True for the defaults.
+        changes: The changes of the modules until the end of the fit.
+
+    Raises:
+        ValueError: If one of the modules has no layers.
+    """
+    options = {"dynamic": True, **({} if options is True else options)}
+    layers = [layer for piped in modules for layer in _layers_of(piped)]
+    # Layers that the user compiles stay as they are.
+    plain = [layer for layer in layers if "_compiled_call_impl" not in vars(layer)]
+    kinds: dict[Hashable, int] = {}
+    functions: dict[Hashable, _Call] = {}
+    for layer in plain:
+        kind = kinds.setdefault(kind_of(layer), len(kinds))
+        compiled = partial(_call, layer, kind, functions, options)
+        changes.write([(vars(layer), "_compiled_call_impl", compiled)])
+    backend = options.get("backend", "inductor")
+    name = repr(backend) if isinstance(backend, str) else getattr(backend, "__name__", backend)
+    rank_zero_info(
+        f"GPipe compiles {len(plain)} layers of {len(kinds)} kinds with torch.compile, backend "
+        f"{name}, when they run first: the first training batch, and the first evaluation, take "
+        "longer."
+    )
+
+
+def _call(
+    layer: nn.Module,
+    kind: int,
+    functions: dict[Hashable, _Call],
+    options: Mapping[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    tensors: Iterable[torch.Tensor] = chain(layer.parameters(), layer.buffers())
+    device = next((tensor.device for tensor in tensors), None)
+    mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), layer.training
+    values = (*args, *kwargs.values())
+    inputs = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
+    key = kind, device, mode, inputs
+    function = functions.get(key)
+    if function is None:
+        function = functions.setdefault(key, torch.compile(_caller(), **options))
+    return function(layer, *args, **kwargs)
 
 
 def _caller() -> _Call:

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import rich
 import torch
@@ -40,16 +40,17 @@ from typing_extensions import override
 
 from lightning_gpipe.checkpoints import MeasuredBalances, follow_parameters, state_follows, to_cpu
 from lightning_gpipe.core.data import MicroBatching
+from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
-from lightning_gpipe.core.run import explain_second_backward
+from lightning_gpipe.core.run import refuse_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.distributed import Group, Mode, SharedLoader
 from lightning_gpipe.strategy.adapters.averages import Averages
-from lightning_gpipe.strategy.adapters.methods import ReplacedMethods, adapt_callbacks, guard_logs
+from lightning_gpipe.strategy.adapters.methods import adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
-from lightning_gpipe.strategy.compilation import Compilation
+from lightning_gpipe.strategy.compilation import compile_layers
 from lightning_gpipe.strategy.options import (
     StartMethod,
     StrategyOptions,
@@ -58,12 +59,9 @@ from lightning_gpipe.strategy.options import (
 from lightning_gpipe.strategy.pipelined import PipelinedModule, must_stay, piped_modules_of
 from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
-    accept,
     check_environment,
     check_fit,
     refuse_a_second_trainer,
-    refuse_a_twin,
-    refuse_fabric,
     refuse_in_parts,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
@@ -80,22 +78,20 @@ class GPipeStrategy(ParallelStrategy):
     over, and of any other module, whose forward is traced, the layers run as that forward calls
     them.
 
+    Arguments that :class:`~lightning_gpipe.GPipe` has too are described in full there; here is what
+    a Trainer adds.
+
     Args:
-        balance: The number of layers in each stage, or the names of modules where stages begin;
-            stage j is on device j mod d. Or a criterion, with one stage per device:
-            ``"parameters"`` and ``"memory"`` make the largest stage as small as possible, in
-            parameters or in bytes with activations and optimizer state; ``"time"`` makes the
-            slowest stage as fast as possible. ``"time"`` and ``"memory"`` measure each layer on the
-            module's ``example_input_array`` or, in a fit, the first training batch; checkpoints
-            keep the balance, for runs that are resumed. ``"checkpoint"`` takes it from there only.
-            Several modules have a balance each, or one criterion for all.
-        chunks: The number of micro-batches of a batch; one with fewer rows makes fewer. None is 4
-            per stage, which makes the bubble small. ``"auto"`` plans it: the layers are measured,
-            and the settings that are predicted to be fastest in the devices' memory are used.
-        module: The path of the module in the LightningModule, such as ``"net.layers"``. Several
-            paths, such as ``["generator", "discriminator"]``, are a pipeline each, over the same
-            devices and threads. None takes, of each child, the nn.Sequential or nn.ModuleList with
-            nine tenths of the work, or else the whole child, if its forward can be traced.
+        balance: The number of layers in each stage, or the names of modules where stages begin, or
+            a criterion. ``"time"`` and ``"memory"`` measure each layer on the module's
+            ``example_input_array`` or, in a fit, the first training batch; checkpoints keep the
+            balance, for runs that are resumed. ``"checkpoint"`` takes it from there only. Several
+            modules have a balance each, or one criterion for all.
+        chunks: The number of micro-batches of a batch. None is 4 per stage, which makes the bubble
+            small. ``"auto"`` plans it.
+        module: The path of the module in the LightningModule, such as ``"net.layers"``, or several
+            paths. None takes, of each child, the nn.Sequential or nn.ModuleList with nine tenths of
+            the work, or else the whole child, if its forward can be traced.
         schedule: The order of forwards and backwards. ``"fill_drain"`` runs all forwards,
             training_step's loss of the whole batch, and all backwards. With ``"1f1b"``
             training_step is called for each micro-batch, so that backwards begin early and few
@@ -105,22 +101,16 @@ class GPipeStrategy(ParallelStrategy):
             devices wait less, and ``"zero_bubble_v"`` with two stages on each device, down the
             devices and back, for less still. ``"auto"`` plans it, as ``chunks``, among those that
             training_step allows, without the last.
-        activation_checkpointing: The micro-batches that drop their activations in forward and run
-            it again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
-            none, an integer k the first k. ``"auto"`` plans it, as ``chunks``. None is
-            ``"except_last"``, and ``"never"`` for schedules other than fill-drain.
-        deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
-            on one device, instead of once per micro-batch.
-        microbatching: Another way to split batches than along dim 0, such as ``Rows(dim=1)`` or
-            :class:`~lightning_gpipe.PaddedSequences`.
+        activation_checkpointing: The micro-batches that are recomputed. None is ``"except_last"``,
+            and ``"never"`` for schedules other than fill-drain.
+        deferred_batch_norm: Whether batch norms update their running statistics once per batch.
+        microbatching: Another way to split batches than along dim 0.
         compile: Whether torch.compile compiles the layers, in place, each kind of layer once for
             micro-batches of any size; or a dict of torch.compile's options, such as
             ``{"fullgraph": True}``. The first training batch takes as long as that takes.
-        threads: Whether each device has a thread of its own. False runs everything on the main
-            thread, for a debugger. ``"auto"`` finds the faster way in the first batches; the
-            results are the same.
+        threads: Whether each device has a thread of its own. ``"auto"`` finds the faster way.
         split_backward: Whether the gradients of weights are computed apart from those for which the
-            stage before waits. ``"auto"`` plans it, as ``chunks``.
+            stage before waits.
         around: The stage whose device has the modules around the pipeline, the batch, the loss and
             the metrics: ``"last"`` or ``"first"``.
         verify: Whether to compare the pipeline with a plain run on the first training batch, which
@@ -137,14 +127,12 @@ class GPipeStrategy(ParallelStrategy):
             the parameters of its own stages.
         timeout: How long processes wait for a slow one, when they agree on something or save a
             checkpoint.
-        lost_after: The time after which a process that was stopped, or that no network reaches any
-            more, is lost, which ends the others with an error that names it; slow ones are not
-            lost. To start, processes have ten times as long. None is 30 seconds; only with several
-            processes.
+        lost_after: The time after which a process that was stopped, or that no network reaches, is
+            lost, which ends the others; slow ones are not lost. Only with several processes.
         process_group_backend: The backend of torch.distributed; None chooses by the devices.
         start_method: How processes are started unless torchrun or SLURM have started them:
-            ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` and
-            ``"forkserver"`` for scripts that must not be run again.
+            ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` for
+            scripts that must not be run again.
         replicas: The number of pipelines that train together, each on its part of the batches, over
             equally many devices; DistributedDataParallel averages their gradients. With
             ``processes="single"`` each is a process.
@@ -197,11 +185,11 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas = Replicas(self._processes, ddp)
         super().__init__()
         self.num_nodes = 1  # a Trainer sets it
-        accept(GPipeStrategy)
-        self._compilation = Compilation(compile)
+        # Not in the attribute of the base class, where a second Trainer would report another error.
+        self._accelerator_of_trainer: Accelerator | None = None
         self._averages = Averages()
         self._profiling = Profiling()
-        self._replaced = ReplacedMethods()
+        self._changes = Journal()  # of the user's modules and callbacks, until teardown
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
         self._random_states = RandomStates(self._processes)
         self._measured_balances = MeasuredBalances()
@@ -263,19 +251,6 @@ class GPipeStrategy(ParallelStrategy):
     # The Trainer and its environment.
 
     @property
-    def _accelerator(self) -> Accelerator | None:  # a Trainer reads it to see if one was given
-        refuse_a_second_trainer(self._accelerator_of_trainer)
-        return None
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Accelerator | None) -> None:
-        self._accelerator_of_trainer = accelerator
-
-    @property
-    def _precision(self) -> NoReturn:  # only Fabric reads it
-        refuse_fabric()
-
-    @property
     @override
     def accelerator(self) -> Accelerator | None:
         return self._accelerator_of_trainer
@@ -283,7 +258,7 @@ class GPipeStrategy(ParallelStrategy):
     @accelerator.setter
     @override
     def accelerator(self, accelerator: Accelerator) -> None:
-        refuse_a_twin(accelerator)
+        refuse_a_second_trainer(self._accelerator_of_trainer)
         self._accelerator_of_trainer = accelerator
 
     @property
@@ -376,10 +351,12 @@ class GPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        spread = remove_dispatch_hooks(module)
+        remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
         processes.check_same(module, self.options.same_everywhere())
-        self._compilation.begin(partial(self.piped_modules, module))
+        self._changes = changes = Journal()  # a new one: a fork abandons those that exist
+        if self.options.compile is not False:
+            compile_layers(self.piped_modules(module), self.options.compile, changes)
         self._piped = piped = PipelinedModule(
             trainer,
             self.options,
@@ -396,8 +373,6 @@ class GPipeStrategy(ParallelStrategy):
         self._checkpoints.load_part(module)
         if self.is_distributed:
             self.model = self._replicas.wrapped(module)
-        if spread is not None:
-            rank_zero_info(str(spread))
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
             self.setup_optimizers(trainer)
@@ -410,9 +385,9 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        guard_logs(module, self._replaced)
+        guard_logs(module, changes)
         layout = piped.pipeline.layout
-        adapt_callbacks(callbacks, self._replaced, layout, self.options.replicas)
+        adapt_callbacks(callbacks, changes, layout, self.options.replicas)
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)
 
@@ -433,7 +408,7 @@ class GPipeStrategy(ParallelStrategy):
         try:
             return super().backward(*args, **kwargs)
         except RuntimeError as error:
-            explain_second_backward(error)
+            refuse_second_backward(error)
             raise
 
     @override
@@ -461,16 +436,10 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         module = self._root
-        self._random_states.warn_of_epochs_without_batches(module)
-        self._compilation.begin_batch()
         if self.is_distributed and self._replicas.outdated(module):
             self.model = module  # the old wrapper goes first
             self.model = self._replicas.wrapped(module)
         self._averages.follow_in_epoch(module)
-
-    @override
-    def on_train_end(self) -> None:
-        self._random_states.warn_of_epochs_without_batches(self._root)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -583,9 +552,8 @@ class GPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._piped is not None:
             self._piped.remove()
-        self._compilation.release()
         self._train_alone()
-        self._replaced.restore()
+        self._changes.abandon()  # the user's own replacements stay
         self._averages.release()
         self._profiling.release()
         self._checkpoints.release()

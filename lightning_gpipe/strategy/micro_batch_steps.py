@@ -87,10 +87,11 @@ class MicroBatchSteps:
         pieces.clear()
         changes = _warning_of_changes(module, batch, pieces) if self._watching else nullcontext()
         metrics = self._metrics.watched(module.modules())
-        with precision.train_step_context(), logs, metrics, changes:
-            outcome = stepping.run(step, batch, around=module.modules(), scale=scale)
+        with precision.train_step_context(), logs.collecting(), metrics, changes:
+            outcome = stepping.run(step, batch, modules=module.modules(), scale=scale)
         self._watching &= len(pieces) < 2
-        logs.write(outcome, self._metrics)
+        with precision.train_step_context():
+            logs.write(outcome, self._metrics)
         return result_of(outcome, [*args, *kwargs.values()])
 
     def _verify_first(
@@ -102,7 +103,7 @@ class MicroBatchSteps:
         self._verify = False
         if not verify or (sample and module.global_step):
             return
-        with precision.train_step_context(), CollectedLogs(module, lambda: 0):
+        with precision.train_step_context(), CollectedLogs(module, lambda: 0).collecting():
             parity = (verify_step_sample if sample else verify_step)(
                 self._pipeline, step, batch, schedule=self._schedule, around=module, scale=scale
             )

@@ -25,8 +25,9 @@ from lightning_gpipe.core.schedules import (
     is_by_micro_batch,
 )
 from lightning_gpipe.distributed import Mode
+from lightning_gpipe.strategy.compilation import check_compile
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+StartMethod = Literal["popen", "spawn", "fork"]
 
 P = ParamSpec("P")
 _SAME = "balance", "chunks", "module", "deferred_batch_norm", "around"
@@ -78,6 +79,7 @@ class StrategyOptions:
         check_microbatching(self.microbatching)
         check_around(self.around)
         check_threads(self.threads)
+        check_compile(self.compile)
 
     @property
     def balances(self) -> list[Any]:

@@ -35,10 +35,6 @@ from lightning_gpipe.strategy.refusals import (
 )
 from lightning_gpipe.strategy.sample import entries_in, optimizers_of
 
-_STARVED = (
-    "By the schedule threads could take {:.1f} ms: where operators are small, they wait for one "
-    "another under Python's lock. processes='per_stage' gives each device its own interpreter."
-)
 _UNVERIFIED = (
     "The first batch, or a few rows of it, is compared before the first step. To train all the "
     "same, write verify=False."
@@ -194,8 +190,6 @@ class PipelinedModule:
             if way is not None and (piped.name, way.faster) not in self._reported:
                 self._reported.add((piped.name, way.faster))
                 rank_zero_info(f"GPipe runs {piped.name} on {way}.")
-                if way.starved and way.allowed is not None:
-                    rank_zero_info(_STARVED.format(1e3 * way.allowed))
 
     def remove(self) -> None:
         if self._verifier is not None:
@@ -249,4 +243,4 @@ def report(verdict: Verdict) -> None:
     except RuntimeError as error:
         add_note(error, _UNVERIFIED)
         raise
-    (rank_zero_info if verdict.clean else rank_zero_warn)(str(verdict))
+    (rank_zero_info if verdict.difference is None else rank_zero_warn)(str(verdict))

@@ -14,12 +14,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from typing_extensions import override
@@ -248,39 +246,21 @@ def backend_for(device: torch.device) -> str:
 
 
 class _ProcessLauncher(_MultiProcessingLauncher):
-    """Starts processes with multiprocessing, and leaves the whole model in the main process.
-
-    Lightning takes forkserver for a kind of fork. But a process of such a server gets the model
-    pickled, in memory that all processes share, and begins without the random states of the main
-    process, as a spawned one does.
-    """
+    """Starts processes with multiprocessing, and leaves the whole model in the main process."""
 
     def __init__(
-        self,
-        strategy: ParallelStrategy,
-        processes: Processes,
-        start_method: Literal["spawn", "fork", "forkserver"],
+        self, strategy: ParallelStrategy, processes: Processes, method: Literal["spawn", "fork"]
     ) -> None:
-        super().__init__(strategy, start_method)
+        super().__init__(strategy, method)
         self._processes = processes
 
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        self._global_states = _GlobalStateSnapshot.capture()  # pickled with the launcher
         try:
             return super().launch(*args, **kwargs)
         except BaseException:
             end(self.procs, AFTER_FAILURE)  # the main process would wait for them when it ends
             raise
-
-    @override
-    def _wrapping_function(
-        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
-    ) -> None:
-        if self._start_method == "forkserver":
-            self._global_states.restore()
-            args, kwargs = _disable_module_memory_sharing((args, kwargs))
-        super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:

@@ -5,14 +5,11 @@ Lightning supports them, and a pipeline would have to ignore them silently.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
-from lightning.pytorch import strategies
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -247,49 +244,10 @@ def metrics_on_meta(module: nn.Module) -> list[str]:
     ]
 
 
-# Trainers of pytorch_lightning and Fabric do not know this strategy, and would say no more than
-# that it is invalid. So they are told that it is one, and what they ask first raises an error.
-
-
-def accept(kind: type) -> None:
-    """Let Fabric and Trainers of ``pytorch_lightning`` take objects of ``kind`` for strategies."""
-    for base in (FabricStrategy, *(module.Strategy for module in _modules())):
-        base.register(kind)
-
-
-def registries() -> list[Any]:
-    """The registries of strategies, that of ``pytorch_lightning`` too if it is imported."""
-    return [module.StrategyRegistry for module in _modules()]
-
-
-def _modules() -> list[Any]:
-    twin = sys.modules.get("pytorch_lightning.strategies")
-    return [strategies] if twin is None else [strategies, twin]
-
-
 def refuse_a_second_trainer(accelerator: Accelerator | None) -> None:
     """Refuse a second Trainer; the first one has set its accelerator."""
     if accelerator is not None:
         raise RuntimeError(
             "a GPipeStrategy object belongs to one Trainer: got one that another Trainer has. "
             "Write GPipeStrategy(...) again for this Trainer, or use the first Trainer again."
-        )
-
-
-def refuse_fabric() -> NoReturn:
-    """Refuse Fabric, which reads an attribute that no Trainer reads."""
-    raise TypeError(
-        "GPipeStrategy is for a Trainer, whose LightningModule it pipes: got Fabric, which has "
-        "none. Write Fabric(devices=1), and pipe the model by itself: "
-        "fabric.setup(GPipe(model, balance, devices=[...]), move_to_device=False)."
-    )
-
-
-def refuse_a_twin(accelerator: object) -> None:
-    """Refuse a Trainer of ``pytorch_lightning``, by the accelerator that it sets."""
-    if not isinstance(accelerator, Accelerator):
-        raise TypeError(
-            "GPipeStrategy is for Trainers of lightning.pytorch: got one of "
-            f"{type(accelerator).__module__.split('.')[0]}, whose classes are others. Write "
-            "`import lightning as L`, and L.Trainer, L.LightningModule and L.Callback everywhere."
         )

@@ -8,8 +8,7 @@ or gathered is so over replicas, each process with those that have its place in 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.distributed import (
@@ -25,6 +24,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_gpipe.core.faithful import Attributes, Journal, Manager
 from lightning_gpipe.distributed import (
     SameParameters,
     check_options,
@@ -53,7 +53,7 @@ class Replicas:
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
         self._together: SameParameters | None = None
         self._accumulates = False  # whether another backward comes before the optimizer's step
-        self._metrics: list[Metric] = []  # that gather from replicas
+        self._changes = Journal()  # of metrics, which could not be copied with a process group
         self._hook: RemovableHandle | None = None
 
     @property
@@ -88,14 +88,9 @@ class Replicas:
         """True if other parameters need gradients than when the module was wrapped."""
         return self._averaged != _trainable(module)
 
-    @contextmanager
-    def accumulating(self) -> Generator[None, None, None]:
+    def accumulating(self) -> Manager:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
+        return Journal().changed([(Attributes(self), "_accumulates", True)])
 
     def after_backward(self) -> None:
         """Give the processes of a pipeline the same gradients of what each of them has."""
@@ -114,6 +109,7 @@ class Replicas:
             self._together = SameParameters(processes.pipeline_group, around, precision)
         if processes.groups is None:
             return
+        self._changes = Journal()  # a new one: a fork abandons those that exist
         if not processes.replicated:  # what is logged is the same in all processes
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
@@ -128,9 +124,7 @@ class Replicas:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        for metric in self._metrics:
-            metric.process_group = None  # with which it could not be copied
-        self._metrics = []
+        self._changes.undo()
 
     def _adapt_metrics(self, module: nn.Module) -> None:
         """Let metrics gather from replicas, and not from the processes of one pipeline."""
@@ -141,8 +135,7 @@ class Replicas:
             if across is None:
                 metric.distributed_available_fn = _alone
             elif metric.process_group is None:
-                metric.process_group = across
-                self._metrics.append(metric)
+                self._changes.write([(Attributes(metric), "process_group", across)])
 
     def _adapt_later(self, owner: nn.Module, name: str, module: nn.Module | None) -> None:
         """Adapt the metrics in a module that is registered while the model trains."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_gpipe.checkpoints import States, saved_states, set_states, states_of, with_states
 from lightning_gpipe.distributed import original_loader
@@ -32,7 +32,6 @@ class RandomStates:
         self._resumed: States | None = None  # from a checkpoint, until this process trains
         self._in_an_epoch = False
         self._loaders: list[Any] = []  # from which training begins
-        self._begun: int | None = None  # the epoch that a resumed run begins, until a batch comes
 
     def save(self, checkpoint: dict[str, Any], module: LightningModule) -> dict[str, Any]:
         """Return the checkpoint with the states, if a run can be resumed from it."""
@@ -64,21 +63,7 @@ class RandomStates:
         states = self._resumed
         if states is not None and (self._in_an_epoch or _iterator_is_made_again(trainer)):
             set_states(states, self._processes.own_devices, self._loaders)
-        self._begun = None if states is None or self._in_an_epoch else trainer.current_epoch
         self.release()
-
-    def warn_of_epochs_without_batches(self, module: LightningModule) -> None:
-        if self._begun is None:  # most often
-            return
-        begun, now = self._begun, module.trainer.current_epoch
-        self._begun = None
-        if begun < now:
-            rank_zero_warn(
-                f"training went on in epoch {begun}, and no batch came before epoch {now}: a "
-                "dataloader whose state was saved after the last step of an epoch may say that it "
-                "has given all batches. Resume from a checkpoint of another step, or of the end of "
-                "an epoch."
-            )
 
     def release(self) -> None:
         self._resumed = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_gpipe.core.faithful import Journal, LazyManagers, Manager
 from lightning_gpipe.core.pipeline import Outcome
 from lightning_gpipe.core.run import in_layers, loss_and_weight
 from lightning_gpipe.strategy.step_results import mean_of
@@ -42,18 +42,12 @@ class CollectedLogs:
         self._module = module
         self._current = current
         self._log: Callable[..., None] = module.log
-        self._own = module.__dict__.get("log")
         # By the name of the value: for its first call in a step, its second ..., by micro-batch.
         self._calls: dict[str, list[dict[int, Arguments]]] = {}
 
-    def __enter__(self) -> None:
-        self._module.__dict__["log"] = self
-
-    def __exit__(self, *error: object) -> None:
-        if self._own is None:
-            del self._module.__dict__["log"]
-        else:
-            self._module.__dict__["log"] = self._own
+    def collecting(self) -> Manager:
+        """Collect the calls in a ``with`` block."""
+        return Journal().changed([(vars(self._module), "log", self)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if in_layers():
@@ -87,18 +81,16 @@ class BatchMetrics:
         self._copies: dict[int, tuple[Metric, Metric]] = {}  # by the id of the metric: it, its copy
         self._called: set[int] = set()
 
-    def watched(self, modules: Iterable[nn.Module]) -> ExitStack:
-        """Return a context manager that watches the calls of metrics."""
+    def watched(self, modules: Iterable[nn.Module]) -> Manager:
+        """Watch the calls of metrics in a ``with`` block."""
         self._called.clear()
-        stack = ExitStack()
-        for metric in modules:
-            if isinstance(metric, Metric):
-                # Not the method: a copy of the metric would copy what it is bound to.
-                hook = metric.register_forward_hook(
-                    lambda *call: self._update(*call), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-        return stack
+        metrics = [module for module in modules if isinstance(module, Metric)]
+
+        def update(*call: Any) -> None:  # no method: a copy of a metric would copy what it is of
+            self._update(*call)
+
+        hooks = (metric.register_forward_hook(update, with_kwargs=True) for metric in metrics)
+        return LazyManagers(lambda: hooks)
 
     def finish(self, metric: Any) -> None:
         """Give a metric that was called the value of the batch, as of the latest call."""

@@ -2,7 +2,8 @@
 
 Callbacks and hooks expect what training_step returns for a batch. A value does not say how it
 depends on the rows, so its type decides: tensors, and lists with an entry for each row, are
-concatenated, floats are averaged, integers are counts, and structures are joined by entries.
+concatenated in the order of the batch, floats are averaged, integers are counts, and structures are
+joined by entries.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Joining:
 
     def __init__(self, outcome: Outcome, constants: Sequence[Any]) -> None:
         self._rows, self._weights = list(outcome.rows or ()), outcome.weights
-        self._constants = constants
+        self._constants, self._merge = constants, outcome.merge
 
     def entries(
         self, name: str, values: Sequence[Mapping[Any, Any]], keys: Iterable[Any]
@@ -61,9 +62,11 @@ class _Joining:
         values = [x.item() if isinstance(x, np.generic) else x for x in values]
         first = values[0]
         if all(isinstance(x, Tensor) and x.dim() for x in values):
-            return torch.cat(values)
+            return self._merge(values)
         if all(isinstance(x, np.ndarray) and x.ndim for x in values):
-            return np.concatenate(values)
+            if first.dtype.kind not in "biufc":
+                return np.asarray(self._merge(list(map(list, values))))
+            return self._merge(list(map(torch.as_tensor, values))).numpy()
         if all(dtypes := set(map(_dtype_of, values))):
             if any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes if dtype):
                 return mean_of(values, self._weights)
@@ -94,7 +97,9 @@ class _Joining:
         lengths = [len(x) for x in values]
         by_row = all(isinstance(entry, str) for entry in first)
         by_row = by_row or (kind is list and not all(map(_have_rows, values, lengths)))
-        if len(set(lengths)) > 1 or (by_row and lengths == self._rows):
+        if by_row and lengths == self._rows:
+            return kind(self._merge(list(map(list, values))))
+        if len(set(lengths)) > 1:
             return kind(chain(*values))
         entries = self.entries(name, [dict(enumerate(x)) for x in values], range(len(first)))
         return kind(*entries.values()) if hasattr(first, "_fields") else kind(entries.values())

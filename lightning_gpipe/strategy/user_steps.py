@@ -13,7 +13,7 @@ the first run, and after a step without one, hooks on the layers record which of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from lightning_gpipe.core.faithful import add_note
+from lightning_gpipe.core.faithful import LazyManagers, Manager, add_note
 from lightning_gpipe.core.layout import layers_of
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.schedules import is_by_micro_batch
@@ -143,7 +143,8 @@ class BypassCheck:
         if not self._record:
             result, around = step(), None
         else:
-            with self._recorded() as ran:
+            ran: list[int] = []
+            with self._recorded(ran):
                 try:
                     result = step()
                 except Exception as error:
@@ -188,17 +189,17 @@ class BypassCheck:
     def _total(self) -> int:
         return sum(piped.runs for piped in self._together)
 
-    @contextmanager
-    def _recorded(self) -> Iterator[list[int]]:
-        ran: list[int] = []
-        with ExitStack() as hooks:
-            for k, layer in enumerate(self._layers):
-                # A scripted layer takes no hooks; one compiled in place would compile them.
-                scripted = isinstance(layer, torch.jit.ScriptModule)
-                if not scripted and layer._compiled_call_impl is None:
-                    hook = partial(_record, ran, k)
-                    hooks.callback(layer.register_forward_pre_hook(hook).remove)
-            yield ran
+    def _recorded(self, ran: list[int]) -> Manager:
+        """Add the indices of the layers that run in a ``with`` block to ``ran``."""
+        # A scripted layer takes no hooks; one compiled in place would compile them.
+        return LazyManagers(
+            lambda: (
+                layer.register_forward_pre_hook(partial(_record, ran, k))
+                for k, layer in enumerate(self._layers)
+                if not isinstance(layer, torch.jit.ScriptModule)
+                and layer._compiled_call_impl is None
+            )
+        )
 
     @property
     def _layers(self) -> list[nn.Module]:

@@ -20,8 +20,7 @@ from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.callbacks import monitor as module
 from lightning_gpipe.callbacks.monitor import TRACE
 from lightning_gpipe.callbacks.running import RecordedStep, seconds_behind, spans_of_all
-from lightning_gpipe.core.run import Span
-from lightning_gpipe.core.schedules import Action, Kind
+from lightning_gpipe.core.schedules import Action, Kind, Span
 from lightning_gpipe.core.show import Slice, timeline_picture
 from lightning_gpipe.distributed.group import Group
 from tests.support.lightning_modules import Classifier, Data, fitted

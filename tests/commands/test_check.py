@@ -18,6 +18,8 @@ from lightning_gpipe.commands.check import check, listing
 from tests.support.processes import processes
 from tests.support.ranks import Pool
 
+pytestmark = pytest.mark.usefixtures("lightning_cli")
+
 HERE = "tests.commands.test_check"
 
 
@@ -52,16 +54,6 @@ class Blocks(nn.Module):
         for block in self.blocks[: self.last]:
             x = block(x).tanh()
         return x
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])  # of which LightningCLI would warn
-    # seed_everything writes to the environment; this puts it back.
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 def test_traced_model(capsys: pytest.CaptureFixture[str]) -> None:

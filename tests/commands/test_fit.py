@@ -16,6 +16,8 @@ from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.commands.fit import main
 from tests.support.lightning_modules import assert_same_weights, fitted
 
+pytestmark = pytest.mark.usefixtures("lightning_cli")
+
 STRATEGY = {
     "class_path": "lightning_gpipe.GPipeStrategy",
     "init_args": {"balance": [2, 4], "chunks": 3, "activation_checkpointing": "always"},
@@ -49,17 +51,6 @@ def config(root: Path, strategy: Any, **trainer: Any) -> str:
 def strategy_of(cli: LightningCLI) -> GPipeStrategy:
     assert isinstance(cli.trainer.strategy, GPipeStrategy)
     return cli.trainer.strategy
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    # LightningCLI warns when it finds arguments besides those given, here pytest's.
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])
-    # seed_everything writes to the environment; this puts it back.
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from lightning_gpipe.commands.plan import places_of, plan_command
 from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.show import can_draw
 from tests.support.lightning_modules import FEATURES, Classifier
+
+pytestmark = pytest.mark.usefixtures("lightning_cli")
 
 HERE = "tests.commands.test_plan"
 
@@ -54,16 +55,6 @@ class RejectsItsInput(Classifier):
 class OfNoOptimizer(Classifier):
     def configure_optimizers(self) -> Any:
         return "adam"
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])  # of which LightningCLI would warn
-    # seed_everything writes to the environment; this puts it back.
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 def configured(folder: Path, model: str | None = None, **trainer: Any) -> str:

@@ -3,7 +3,6 @@
 import csv
 import math
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from examples.char_lm import (
     unigram_loss,
 )
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.commands.fit import main as cli
+from tests.support.examples import fit_by_cli
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/char_lm.yaml"
 
@@ -230,24 +229,13 @@ def test_pipeline_learns_what_a_plain_run_learns(tmp_path: Path):
 # The configuration
 
 
-# Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
 def test_configuration_trains_through_lightning_cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    options = {
-        "--config": CONFIG,
-        "--trainer.limit_train_batches": 6,
-        "--trainer.val_check_interval": 3,
-        "--trainer.logger.init_args.save_dir": tmp_path,
-    }
-    arguments = [f"{name}={value}" for name, value in options.items()]
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe", "fit", *arguments])
+    options = {"trainer.limit_train_batches": 6, "trainer.val_check_interval": 3}
 
-    trainer = cli().trainer
+    trainer = fit_by_cli(CONFIG, tmp_path, options)
 
-    assert isinstance(trainer.strategy, GPipeStrategy)
-    assert trainer.num_devices == 2
     assert trainer.global_step == 6
     assert re.search(r"Epoch 0/0 .* 6/6 ", capsys.readouterr().out)
     guess = math.log(len(ALPHABET))  # the loss of one who knows nothing of the text

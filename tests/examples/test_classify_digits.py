@@ -4,7 +4,6 @@ Networks of torchvision and timm are tried where these are installed: ``make mod
 """
 
 import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,14 +13,14 @@ from torch import nn
 
 from examples import classify_digits
 from examples.classify_digits import Classifier, DigitsData
-from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.commands.check import check
-from lightning_gpipe.commands.fit import main as cli
+from tests.support.examples import fit_by_cli
 
 # Operators this small only wait for their threads where other programs want the cores.
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/classify_digits.yaml"
+
 with_libraries = pytest.mark.skipif(
     find_spec("torchvision") is None or find_spec("timm") is None,
     reason="needs torchvision and timm: make models runs it",
@@ -46,16 +45,6 @@ class Small(nn.Module):
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks are small, whatever their name."""
     monkeypatch.setattr(classify_digits, "network", lambda _: Small())
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])
-    # seed_everything writes to the environment; this puts it back.
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 def test_images_are_scans_in_three_channels() -> None:
@@ -93,19 +82,13 @@ def test_demo_reports_what_it_shows(
 
 
 def test_configuration_trains_through_lightning_cli(small: None, tmp_path: Path) -> None:
-    trainer = cli(
-        [
-            "fit",
-            f"--config={CONFIG}",
-            "--trainer.max_steps=2",
-            "--trainer.limit_val_batches=1",
-            f"--trainer.logger.init_args.save_dir={tmp_path}",
-            "--trainer.enable_progress_bar=false",
-        ]
-    ).trainer
+    options = {
+        "trainer.max_steps": 2,
+        "trainer.limit_val_batches": 1,
+        "trainer.enable_progress_bar": False,
+    }
 
-    assert isinstance(trainer.strategy, GPipeStrategy)
-    assert trainer.global_step == 2
+    assert fit_by_cli(CONFIG, tmp_path, options).global_step == 2
 
 
 def test_configuration_is_checked(small: None, capsys: pytest.CaptureFixture[str]) -> None:

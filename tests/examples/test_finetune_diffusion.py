@@ -2,7 +2,6 @@
 
 import csv
 import re
-import sys
 import warnings
 from pathlib import Path
 
@@ -16,24 +15,13 @@ with warnings.catch_warnings():
     from examples import finetune_diffusion
     from examples.finetune_diffusion import LETTERS, TOKENS, Diffusion, Photographs, prompt
 
-from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.commands.check import check
-from lightning_gpipe.commands.fit import main as cli
+from tests.support.examples import fit_by_cli
 
 # Operators this small only wait for their threads where other programs want the cores.
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/finetune_diffusion.yaml"
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])
-    # seed_everything writes to the environment; this puts it back.
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 def run(folder: Path, *arguments: str) -> list[float]:
@@ -109,21 +97,15 @@ def test_samples_of_an_untrained_network() -> None:
 
 
 def test_configuration_trains_through_lightning_cli(tmp_path: Path) -> None:
-    trainer = cli(
-        [
-            "fit",
-            f"--config={CONFIG}",
-            "--trainer.max_steps=2",
-            "--trainer.limit_val_batches=1",
-            f"--trainer.logger.init_args.save_dir={tmp_path}",
-            "--trainer.enable_progress_bar=false",
-            "--model.init_args.width=8",
-            "--data.init_args.steps=2",
-        ]
-    ).trainer
+    options = {
+        "trainer.max_steps": 2,
+        "trainer.limit_val_batches": 1,
+        "trainer.enable_progress_bar": False,
+        "model.init_args.width": 8,
+        "data.init_args.steps": 2,
+    }
 
-    assert isinstance(trainer.strategy, GPipeStrategy)
-    assert trainer.global_step == 2
+    assert fit_by_cli(CONFIG, tmp_path, options).global_step == 2
 
 
 def test_configuration_is_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 import csv
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 from examples import finetune_llama
 from examples.char_lm import TEXT
 from examples.finetune_llama import SIZES, Llama, trained_tokenizer
-from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.commands.fit import main as cli
+from tests.support.examples import fit_by_cli
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/finetune_llama.yaml"
 
@@ -100,27 +98,17 @@ def test_adapters_on_the_weights_of_another(tmp_path: Path) -> None:
     assert max(plain, pipelined) < first
 
 
-# Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
-def test_configuration_trains_through_lightning_cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configuration_trains_through_lightning_cli(tmp_path: Path) -> None:
     options = {
-        "--config": CONFIG,
-        "--trainer.limit_train_batches": 6,
-        "--trainer.val_check_interval": 6,
-        "--trainer.limit_val_batches": 2,
-        "--trainer.logger.init_args.save_dir": tmp_path,
-        "--model.init_args.vocabulary": 300,
-        "--model.init_args.width": 32,
-        "--data.init_args.vocabulary": 300,
+        "trainer.limit_train_batches": 6,
+        "trainer.val_check_interval": 6,
+        "trainer.limit_val_batches": 2,
+        "model.init_args.vocabulary": 300,
+        "model.init_args.width": 32,
+        "data.init_args.vocabulary": 300,
     }
-    arguments = [f"{name}={value}" for name, value in options.items()]
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe", "fit", *arguments])
 
-    trainer = cli().trainer
+    trainer = fit_by_cli(CONFIG, tmp_path, options)
 
-    assert isinstance(trainer.strategy, GPipeStrategy)
-    assert trainer.num_devices == 2
     assert trainer.global_step == 6
     assert trainer.callback_metrics["val_loss"] < math.log(300) - 0.3

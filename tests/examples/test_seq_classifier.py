@@ -3,7 +3,6 @@
 import csv
 import re
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 from zlib import crc32
@@ -24,10 +23,11 @@ from examples.seq_classifier import (
     docstrings,
 )
 from lightning_gpipe import GPipeStrategy, PaddedSequences
-from lightning_gpipe.commands.fit import main as cli
+from tests.support.examples import fit_by_cli
 from tests.support.pipes import Pipe
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/seq_classifier.yaml"
+
 WORDS = [f"word{k}" for k in range(20)]
 PACKAGES = (
     "asyncio collections concurrent ctypes dbm email encodings html http importlib json logging "
@@ -231,26 +231,16 @@ def test_run_that_trims_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 # The configuration
 
 
-# Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
 @pytest.mark.usefixtures("some_docstrings")
-def test_configuration_trains_through_lightning_cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_configuration_trains_through_lightning_cli(tmp_path: Path):
     options = {
-        "--config": CONFIG,
-        "--trainer.max_epochs": 1,
-        "--trainer.limit_train_batches": 2,
-        "--trainer.limit_val_batches": 2,
-        "--trainer.logger.init_args.save_dir": tmp_path,
+        "trainer.max_epochs": 1,
+        "trainer.limit_train_batches": 2,
+        "trainer.limit_val_batches": 2,
     }
-    arguments = [f"{name}={value}" for name, value in options.items()]
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe", "fit", *arguments])
 
-    trainer = cli().trainer
+    trainer = fit_by_cli(CONFIG, tmp_path, options)
 
-    assert isinstance(trainer.strategy, GPipeStrategy)
-    assert trainer.num_devices == 2
     assert trainer.global_step == 2
     metrics = trainer.callback_metrics
     assert metrics["tokens_computed"] < 0.5 * metrics["tokens_padded"]

@@ -2,7 +2,6 @@
 
 import csv
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from examples.unet_segmentation import (
     UNet,
     u_net,
 )
-from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.commands.fit import main as cli
 from lightning_gpipe.core.skip.skip_layout import verify_skippables
+from tests.support.examples import fit_by_cli
 from tests.support.pipes import Pipe
 
 # Operators this small only wait for their threads where other programs want the cores.
@@ -167,24 +165,14 @@ def test_pipeline_learns_what_a_plain_run_learns(tmp_path: Path):
 # The configuration
 
 
-# Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
-def test_configuration_trains_through_lightning_cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_configuration_trains_through_lightning_cli(tmp_path: Path):
     options = {
-        "--config": CONFIG,
-        "--trainer.limit_train_batches": 2,
-        "--trainer.limit_val_batches": 1,
-        "--trainer.val_check_interval": 2,
-        "--trainer.logger.init_args.save_dir": tmp_path,
+        "trainer.limit_train_batches": 2,
+        "trainer.limit_val_batches": 1,
+        "trainer.val_check_interval": 2,
     }
-    arguments = [f"{name}={value}" for name, value in options.items()]
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe", "fit", *arguments])
 
-    trainer = cli().trainer
+    trainer = fit_by_cli(CONFIG, tmp_path, options)
 
-    assert isinstance(trainer.strategy, GPipeStrategy)
-    assert trainer.num_devices == 2
     assert trainer.global_step == 2
     assert "val_mean_iou" in trainer.callback_metrics

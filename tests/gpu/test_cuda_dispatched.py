@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from copy import deepcopy
 
 import pytest
@@ -31,19 +30,16 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("balance, moved", [([1, 2], ""), ([2, 1], "layers.1 (cuda:1 to cuda:0)")])
-def test_model_is_taken_where_it_lies_or_moved(balance: list[int], moved: str) -> None:
+@pytest.mark.parametrize("balance, moved", [([1, 2], False), ([2, 1], True)])
+def test_model_is_taken_where_it_lies_or_moved(balance: list[int], moved: bool) -> None:
     plain = Model()
     model = deepcopy(plain)
     first, second = DEVICES
     dispatch(model, {"layers.0": first, "layers.1": second, "layers.2": second, "head": second})
     memory = [parameter.data_ptr() for parameter in model.parameters()]
 
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        pipeline = GPipe(model, balance, module="layers", devices=DEVICES, chunks=2)
+    pipeline = GPipe(model, balance, module="layers", devices=DEVICES, chunks=2)
 
-    assert [moved in str(each.message) for each in warned] == [True] * bool(moved)
     if not moved:
         assert [parameter.data_ptr() for parameter in model.parameters()] == memory
     x = batch(6)

@@ -143,3 +143,44 @@ def test_verified_step(devices: list[str]) -> None:
         bad.check()
     assert all(parameter.grad is None for parameter in module.parameters())
     pipeline.close()
+
+
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("devices", DEVICES[1:])
+def test_scales_of_layers_and_a_penalty(devices: list[str], threads: bool) -> None:
+    """Stages use what the step computes on the last device, and the step the stages' parameters."""
+    plain, x = layers(), batch()
+    around = nn.Sequential(nn.Linear(8, 1), nn.Linear(4, 4)).double()
+    first, later = plain[0], plain[-1]
+    for layer in (first, later):
+        layer.register_forward_hook(lambda layer, args, output: output * layer.scale)
+
+    def loss_of(run: nn.Module, x: Tensor) -> Tensor:
+        scale = around[0](torch.ones(8, device=x.device, dtype=x.dtype)).sigmoid()
+        for layer in (first, later):
+            layer.scale = scale.to(next(layer.parameters()).device)
+        parameters = [*plain.parameters(), *around.parameters()]
+        penalty = sum(p.square().sum().to(x.device) for p in parameters)
+        assert known == set(map(id, parameters))
+        return around[1](run(x)).square().mean() + 0.1 * penalty
+
+    known = set(map(id, [*plain.parameters(), *around.parameters()]))
+    loss = loss_of(plain, x)
+    loss.backward()
+    expected = loss.detach(), gradients(plain), gradients(around)
+    plain.zero_grad()
+    around.zero_grad()
+
+    stages = max(2, len(devices))
+    balance = [len(plain) - 2 * (stages - 1), *[2] * (stages - 1)]
+    balance = balance if stages < 4 else [2, 1, 2, 1]
+    pipeline = GPipe(plain, balance, devices=devices, chunks=4, threads=threads)
+    around.to(devices[-1])
+    step = partial(loss_of, pipeline)
+    found = pipeline.by_micro_batch(step, x.to(devices[-1]), around=around).loss
+    assert found is not None
+    found.backward()
+    torch.cuda.synchronize()
+
+    assert_same((found.detach(), gradients(plain), gradients(around)), expected)
+    pipeline.close()

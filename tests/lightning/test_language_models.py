@@ -5,7 +5,6 @@ A model that loops over an nn.ModuleList, one that is traced, and a Llama of tra
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +216,8 @@ def test_balances(tmp_path: Path, balance: Any) -> None:
     assert seen == [[3, 1] if balance == "parameters" else [2, 2]]
 
 
-def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+@pytest.mark.usefixtures("lightning_cli")
+def test_configuration(tmp_path: Path) -> None:
     values = {
         "seed_everything": 0,
         "trainer": {

@@ -85,8 +85,5 @@ class Features(Classifier):
 def test_loss_of_what_a_hook_has_stored(tmp_path: Path, threads: bool) -> None:
     strategy = GPipeStrategy([2, 4], chunks=3, activation_checkpointing="never", threads=threads)
 
-    with pytest.raises(RuntimeError, match="handed out of its layer|second time") as caught:
+    with pytest.raises(RuntimeError, match=r"handed out of its layer: .* write loss_term\("):
         fitted(tmp_path, strategy, build=Features, devices=2)
-
-    said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
-    assert any("loss_term(name, value)" in words for words in said)

@@ -16,13 +16,12 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from lightning_gpipe import GPipeStrategy
-from tests.support.lightning_modules import Classifier, rows, trainer
+from tests.support.lightning_modules import Classifier, trainer
 from tests.support.processes import assert_equal
 from tests.support.ranks import Pool
 from tests.support.resumable import (
     Drawing,
     ResumableData,
-    ResumableLoader,
     SavesAt,
     seed_all,
 )
@@ -133,30 +132,6 @@ def test_folder_of_parts(tmp_path: Path, two_ranks: Pool) -> None:
 
     assert path.is_dir()
     assert_equal(resumed, whole)
-
-
-class Given(ResumableLoader):
-    """Says that all batches were given, once the last one was."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._goes_on = True
-
-
-class GivenData(ResumableData):
-    def train_dataloader(self) -> Any:
-        return Given(rows(20, seed=1), 7)
-
-
-@pytest.mark.parametrize("epochs", [2, 3])
-def test_epoch_without_batches(tmp_path: Path, epochs: int) -> None:
-    fit(tmp_path, ALONE, seed=1, **LAST)
-    made = trainer(tmp_path, GPipeStrategy([2, 4]), devices=2, max_epochs=epochs)
-
-    with pytest.warns(UserWarning, match="went on in epoch 1, and no batch came before epoch 2"):
-        made.fit(Drawing(), datamodule=GivenData(), ckpt_path=tmp_path / "half.ckpt")
-
-    assert made.global_step == 3 * (epochs - 1)
 
 
 # What has no part in it.

@@ -155,6 +155,28 @@ def test_same_as_a_plain_fit(build: Any, options: dict[str, Any], tmp_path: Path
             torch.testing.assert_close(found[key], expected[key].detach(), rtol=1e-9, atol=1e-9)
 
 
+def test_logs_in_the_precision_of_the_trainer(tmp_path: Path) -> None:
+    """Once they were written after the step, where the default dtype is single precision again."""
+
+    class Converted(Embedded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.float()  # until the Trainer converts it
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("third", 1 / 3)
+            return super().training_step(batch, batch_idx)
+
+    gpipe, plain = (
+        fitted(tmp_path, build=Converted, precision="64-true", **options)
+        for options in (piped(), {})
+    )
+
+    assert gpipe.callback_metrics.keys() == plain.callback_metrics.keys()
+    for name, value in plain.callback_metrics.items():
+        torch.testing.assert_close(gpipe.callback_metrics[name], value, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("threads", [True, False])
 def test_resumed(threads: bool, tmp_path: Path) -> None:
     whole = fitted(tmp_path, build=Embedded, max_epochs=2)
@@ -522,3 +544,42 @@ def test_batch_norm_around_the_pipeline(tmp_path: Path) -> None:
     assert weights(gpipe)["norm.num_batches_tracked"] == 3 * 3 * 3  # epochs, micro-batches
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         fitted(tmp_path, build=NormedOutput, **piped())
+
+
+class Masked(nn.Module):
+    """A block that keeps the rows that a mask leaves out, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return x + (y if mask is None else y * mask)
+
+
+class Padded(Classifier):
+    """Makes no mask where it would leave out nothing, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 8).double()
+        self.layers = nn.ModuleList(Masked() for _ in range(6)).double()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        left_out = x[:, :1] > 0.8
+        mask = None if not left_out.any() else (~left_out).double()
+        x = self.before(x)
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_mask_of_some_micro_batches(threads: bool, tmp_path: Path) -> None:
+    """The fit ended at the first batch in which some had a mask and others had none."""
+    options: dict[str, Any] = {"max_epochs": 1}
+    plain = fitted(tmp_path, build=Padded, **options)
+    gpipe = fitted(tmp_path, build=Padded, **piped(threads=threads), **options)
+
+    assert_same_weights(gpipe, plain)

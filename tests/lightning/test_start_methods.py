@@ -56,9 +56,7 @@ def test_weights_are_those_of_one_device(
 ) -> None:
     """Once weights that a forked or spawned process had trained were refused on their way home.
 
-    Lightning brings them in a file that is no checkpoint, so each such fit ended in an error. The
-    processes of a forkserver also shared the memory of what is around the pipeline, so that each
-    optimizer stepped once more.
+    Lightning brings them in a file that is no checkpoint, so each such fit ended in an error.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 

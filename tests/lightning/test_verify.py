@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,22 +78,6 @@ def test_known_reason_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
     assert sum("BatchNorm1d" in str(warning.message) for warning in caught) == 1
     other = fitted(tmp_path, strategy(verify=False), build=build, devices=2)
     torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=0)
-
-
-class KeepsTerm(nn.Linear):
-    """Keeps a loss term, which nobody uses."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.penalty = self.weight.square().sum()
-        return super().forward(x)
-
-
-def test_loss_term_in_an_attribute_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
-    def build() -> Classifier:
-        return classifier(KeepsTerm(WIDTH, WIDTH), nn.Tanh())
-
-    with pytest.warns(UserWarning, match="'penalty' of layer 1 .* has parameters behind it"):
-        fitted(tmp_path, strategy(), build=build, devices=2)
 
 
 def test_autocast_of_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,13 +179,8 @@ def test_nothing_is_verified_unless_asked_for(tmp_path: Path, verifications: lis
     assert not verifications
 
 
-def test_configuration(
-    tmp_path: Path, verifications: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # LightningCLI warns when it finds arguments besides those given, here pytest's.
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])
-    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+@pytest.mark.usefixtures("lightning_cli")
+def test_configuration(tmp_path: Path, verifications: list[int]) -> None:
     config = {
         "seed_everything": False,
         "trainer": {

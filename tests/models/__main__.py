@@ -79,10 +79,10 @@ def _options() -> argparse.ArgumentParser:
 def _trials(library: Library, cases: Sequence[Case], settings: int | None) -> Iterator[Trial]:
     for case in cases:
         faulthandler.dump_traceback_later(_LIMIT, exit=True)
-        began = time.perf_counter()
+        began = time.process_time()
         trial = attempt(case, settings_of(case, library.settings, settings))
         faulthandler.cancel_dump_traceback_later()
-        print(f"{_mark(trial):10}{case.name} ({time.perf_counter() - began:.1f} s)", flush=True)
+        print(f"{_mark(trial):10}{case.name} ({time.process_time() - began:.1f} s)", flush=True)
         for failure in trial.failures[:1]:
             print(_indented(failure.what), flush=True)
         yield trial

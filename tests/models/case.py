@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Case:
         mixes: Whether rows of a batch influence one another, as in batch norms. In training it is
             compared with the plain model on one micro-batch after the other.
         quick: Whether ``make test`` runs it.
-        large: Whether a step takes seconds, so that it is run in two settings only.
+        large: Whether a step takes seconds, so that it is run in a few settings only.
     """
 
     name: str
@@ -40,3 +40,13 @@ class Case:
     mixes: bool = False
     quick: bool = False
     large: bool = False
+
+    @property
+    def by_micro_batch(self) -> bool:
+        """Whether it can have a loss for each micro-batch.
+
+        One module must be pipelined, and all inputs be tensors with the rows, or settings.
+        """
+        inputs = [x for x in self.inputs(torch.Generator()).values() if isinstance(x, Sized)]
+        with_rows = all(isinstance(x, torch.Tensor) and len(x) == ROWS for x in inputs)
+        return isinstance(self.module, str) and with_rows

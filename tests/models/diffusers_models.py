@@ -486,7 +486,6 @@ CASES = [
             "time_embed_dim": 16,
             "max_sequence_length": WORDS,
         },
-        refused="it must be clear whether the rows",  # its blocks take rows of the mask by number
     ),
     case(
         "WanTransformer3DModel",

@@ -1,8 +1,9 @@
 """Models of Hugging Face transformers, small: four blocks or more, of width 32.
 
 The names of their configurations' fields differ from family to family, and so do the groups below.
-All dropout is 0: a pipeline draws other masks for its micro-batches than the plain model for the
-mini-batch, and outputs could not be compared.
+They have the defaults of their families, such as ``use_cache=True``, but for sizes, for what a
+comment says, and for dropout, which is 0: a pipeline draws other masks for its micro-batches than
+the plain model for the mini-batch, and outputs could not be compared.
 """
 
 from __future__ import annotations
@@ -99,10 +100,9 @@ DECODER = IDS | {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 32,
-    "use_cache": False,
 }
 GROUPED = DECODER | {"num_key_value_heads": 2}
-GPT = IDS | {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, "use_cache": False}
+GPT = IDS | {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
 ENCODER = IDS | {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -126,18 +126,16 @@ PYRAMID = {
     "hidden_sizes": [8, 16, 24, 32],
     "depths": [1, 1, 2, 1],
 }
-SEQUENCES = IDS | {
-    "d_model": 32,
+STACKS = {
     "encoder_layers": 4,
     "decoder_layers": 4,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 64,
     "decoder_ffn_dim": 64,
-    "max_position_embeddings": 32,
     "decoder_start_token_id": 1,
-    "use_cache": False,
 }
+SEQUENCES = IDS | STACKS | {"d_model": 32, "max_position_embeddings": 32}
 T5 = IDS | {
     "d_model": 32,
     "d_kv": 8,
@@ -145,8 +143,8 @@ T5 = IDS | {
     "num_layers": 4,
     "num_heads": 4,
     "decoder_start_token_id": 1,
-    "use_cache": False,
 }
+RECURRENT = GROUPED | {"num_hidden_layers": 6, "lru_width": 32, "attention_window_size": 8}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -159,7 +157,7 @@ def _drop_nothing(config: transformers.PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _build(name: str, fields: Fields) -> nn.Module:
+def build(name: str, fields: Fields) -> nn.Module:
     kind = getattr(transformers, name)
     config = kind.config_class(**fields)
     _drop_nothing(config)
@@ -168,9 +166,9 @@ def _build(name: str, fields: Fields) -> nn.Module:
 
 def case(name: str, module: str, inputs: Inputs, fields: Fields, **more: Any) -> Case:
     paths = tuple(module.split())
-    build = partial(_build, name, fields)
+    made = partial(build, name, fields)
     shown = more.pop("named", name)
-    return Case(shown, build, inputs, paths[0] if len(paths) == 1 else paths, **more)
+    return Case(shown, made, inputs, paths[0] if len(paths) == 1 else paths, **more)
 
 
 CASES = [
@@ -188,7 +186,6 @@ CASES = [
             "attention_types": [[["global", "local"], 2]],
             "window_size": 4,
             "max_position_embeddings": 32,
-            "use_cache": False,
         },
     ),
     case("GPTNeoXForCausalLM", "gpt_neox.layers", tokens, DECODER),
@@ -213,7 +210,6 @@ CASES = [
             "num_layers": 4,
             "attention_heads": 4,
             "max_position_embeddings": 32,
-            "use_cache": False,
         },
     ),
     case("FalconForCausalLM", "transformer.h", tokens, DECODER),
@@ -234,7 +230,7 @@ CASES = [
         "BloomForCausalLM",
         "transformer.h",
         tokens,
-        IDS | {"hidden_size": 32, "n_layer": 4, "n_head": 4, "use_cache": False},
+        IDS | {"hidden_size": 32, "n_layer": 4, "n_head": 4},
     ),
     case("LlamaForCausalLM", "model.layers", tokens, GROUPED, quick=True),
     case("MistralForCausalLM", "model.layers", tokens, GROUPED | {"sliding_window": 4}),
@@ -306,6 +302,7 @@ CASES = [
         "PhimoeForCausalLM",
         "model.layers",
         tokens,
+        # Noise is drawn as dropout is.
         GROUPED | {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     ),
     case(
@@ -346,6 +343,7 @@ CASES = [
             "intermediate_size": 64,
             "num_hidden_layers": 4,
             "context_length": 32,
+            # In evaluation the plain model has no backward with it: it edits its state in place.
             "use_cache": False,
         },
     ),
@@ -359,7 +357,6 @@ CASES = [
             "num_hidden_layers": 4,
             "state_size": 4,
             "time_step_rank": 4,
-            "use_cache": False,
         },
         quick=True,
     ),
@@ -376,7 +373,6 @@ CASES = [
             "n_groups": 2,
             "state_size": 4,
             "chunk_size": 4,
-            "use_cache": False,
         },
     ),
     case(
@@ -389,14 +385,21 @@ CASES = [
             "num_hidden_layers": 4,
             "state_size": 4,
             "time_step_rank": 4,
-            "use_cache": False,
         },
     ),
     case(
         "RecurrentGemmaForCausalLM",
         "model.layers",
         tokens,
-        GROUPED | {"num_hidden_layers": 6, "lru_width": 32, "attention_window_size": 8},
+        RECURRENT | {"use_cache": False},  # see the next one
+    ),
+    case(
+        "RecurrentGemmaForCausalLM",
+        "model.layers",
+        tokens,
+        RECURRENT,
+        named="RecurrentGemmaForCausalLM (cache)",
+        refused="that a layer has kept aside, in an attribute",  # the states of its recurrences
     ),
     # Encoders.
     case("BertForMaskedLM", "bert.encoder.layer", tokens, ENCODER, quick=True),

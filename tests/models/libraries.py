@@ -38,6 +38,7 @@ class Library:
 
 _ALL = [
     Library("transformers", ("tests.models.hugging_face", "tests.models.signals"), tuple(ALL)),
+    Library("peft", ("tests.models.peft_models",), tuple(SOME)),
     Library("diffusers", ("tests.models.diffusers_models",), tuple(SOME)),
     Library("torchvision", ("tests.models.torchvision_models",), tuple(SOME)),
     Library("timm", ("tests.models.timm_models",), tuple(SOME)),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.schedules import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 from tests.models.case import Case
 from tests.support.pipes import even
 
@@ -19,20 +19,29 @@ CHUNKS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run a pipeline."""
+    """One way to run a pipeline: by fill-drain, or with a loss for each micro-batch."""
 
     stages: int
     mode: ActivationCheckpointing
     training: bool
     threads: bool
+    schedule: ByMicroBatch | None = None
 
     def __str__(self) -> str:
         training = "train" if self.training else "eval"
-        return f"{self.stages} stages, {self.mode}, {training}{', threads' * self.threads}"
+        schedule = "" if self.schedule is None else f", {self.schedule}"
+        return (
+            f"{self.stages} stages, {self.mode}, {training}{', threads' * self.threads}{schedule}"
+        )
 
 
 _MODES: Sequence[ActivationCheckpointing] = ("never", "except_last", "always")
 
+#: A loss for each micro-batch, with and without recomputation and threads.
+BY_MICRO_BATCH = [
+    Setting(3, "never", training=True, threads=True, schedule="1f1b"),
+    Setting(2, "except_last", training=True, threads=False, schedule="1f1b"),
+]
 #: Every number of stages with every mode, in training and evaluation; threads by turns.
 ALL = [
     Setting(stages, mode, training, threads)
@@ -41,7 +50,7 @@ ALL = [
         cycle([True, False, False, True]),
         strict=False,
     )
-]
+] + BY_MICRO_BATCH
 #: Every number of stages and every mode, in training and evaluation, but not with one another.
 SOME = [
     Setting(2, "never", training=True, threads=True),
@@ -50,13 +59,13 @@ SOME = [
     Setting(2, "always", training=False, threads=False),
     Setting(3, "never", training=False, threads=True),
     Setting(4, "except_last", training=False, threads=False),
+    BY_MICRO_BATCH[0],
 ]
-
-
 #: For models of which each step takes seconds.
 FEW = [
     Setting(3, "except_last", training=True, threads=True),
     Setting(2, "always", training=False, threads=False),
+    BY_MICRO_BATCH[0],
 ]
 
 
@@ -68,7 +77,7 @@ def settings_of(
         settings = FEW
     if most is not None and most < len(settings):
         settings = FEW[:most] if most <= len(FEW) else SOME[:most]
-    return settings
+    return settings if case.by_micro_batch else [s for s in settings if s.schedule is None]
 
 
 def piped(model: nn.Module, case: Case, setting: Setting) -> GPipe:

@@ -15,6 +15,7 @@ from tests.models.hugging_face import (
     LABELS,
     LENGTH,
     SEQUENCES,
+    STACKS,
     T5,
     VOCABULARY,
     Fields,
@@ -141,8 +142,7 @@ SOUND: Fields = IDS | {
     "conv_kernel": [10, 3],
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 2,
-    "mask_time_prob": 0.0,
-    "ctc_loss_reduction": "mean",
+    "mask_time_prob": 0.0,  # what is masked is drawn
     "num_labels": LABELS,
 }
 SQUEEZED = {**SOUND, "num_feat_extract_layers": 2, "classifier_proj_size": 16}
@@ -151,7 +151,7 @@ LISTENING = {
     "num_mel_bins": 8,
     "max_source_positions": 20,
     "max_target_positions": 16,
-    "begin_suppress_tokens": None,
+    "begin_suppress_tokens": None,  # more of them than there are words here
     "num_labels": LABELS,
 }
 SERIES = {
@@ -162,7 +162,6 @@ SERIES = {
     "d_model": 32,
     "encoder_layers": 4,
     "decoder_layers": 4,
-    "use_cache": False,
 }
 PATCHES = {
     "num_input_channels": 2,
@@ -257,7 +256,6 @@ CASES = [
             "encoder_num_attention_heads": 4,
             "decoder_num_attention_heads": 4,
             "decoder_start_token_id": 1,
-            "use_cache": False,
         },
     ),
     case(
@@ -286,18 +284,12 @@ CASES = [
         spoken,
         {
             **SOUND,
-            "encoder_layers": 4,
-            "decoder_layers": 4,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
+            **STACKS,
             "num_mel_bins": 8,
             "speech_decoder_prenet_units": 16,
             "speech_decoder_postnet_units": 16,
             "speaker_embedding_dim": 8,
             "decoder_start_token_id": 1,
-            "use_cache": False,
         },
     ),
     case(
@@ -323,7 +315,6 @@ CASES = [
             "max_position_embeddings": 32,
             "pad_token_id": VOCABULARY,
             "bos_token_id": VOCABULARY,
-            "use_cache": False,
         },
     ),
     # Time series.
@@ -332,7 +323,7 @@ CASES = [
         "InformerForPrediction",
         _BOTH,
         dated,
-        {**SERIES, "attention_type": "full", "distil": False},
+        {**SERIES, "attention_type": "full", "distil": False},  # the other type draws its keys
         named="InformerForPrediction (full attention)",
     ),
     case(
@@ -354,6 +345,7 @@ CASES = [
             "moving_average": 5,
             "encoder_attention_heads": 1,
             "decoder_attention_heads": 1,
+            "use_cache": False,  # the plain model runs on micro-batches, whose caches do not merge
         },
         named="AutoformerModel (one head)",
         mixes=True,

@@ -101,7 +101,7 @@ def test_difference_is_reported(change: Callable[[nn.Module], Any], what: str) -
 
 
 def test_settings_cover_what_they_say() -> None:
-    assert len(ALL) == 18
+    assert len(ALL) == 20
     for settings in (ALL, SOME):
         assert {each.stages for each in settings} == {2, 3, 4}
         assert {(each.mode, each.training) for each in settings} == {

@@ -10,7 +10,7 @@ with warnings.catch_warnings():
     from tests.models.diffusers_models import CASES
 
 from tests.models.case import Case
-from tests.models.settings import FEW
+from tests.models.settings import FEW, settings_of
 from tests.models.trial import attempt
 
 QUICK = [case for case in CASES if case.quick]
@@ -18,6 +18,6 @@ QUICK = [case for case in CASES if case.quick]
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_model_in_a_pipeline_is_the_same(case: Case) -> None:
-    trial = attempt(case, FEW)
+    trial = attempt(case, settings_of(case, FEW))
 
     assert not trial.failures, trial.failures[0].what

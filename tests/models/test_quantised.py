@@ -15,10 +15,11 @@ with warnings.catch_warnings():
         pytest.importorskip(_library, reason="needs the libraries of make models")
     import bitsandbytes as bnb
     from peft import LoraConfig, get_peft_model
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    from tests.models.peft_models import in_4_bits, in_8_bits, of_torchao, quantised_llama
 
 from lightning_gpipe import GPipe
-from tests.support.language_models import llama, rows
+from tests.support.language_models import rows
 
 # By peft 0.21: of what it calls in transformers, and of merging, which is not done here.
 pytestmark = [
@@ -27,37 +28,12 @@ pytestmark = [
 ]
 
 
-def in_4_bits(linear: nn.Linear) -> nn.Module:
-    made = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    made.weight = bnb.nn.Params4bit(
-        linear.weight.data, requires_grad=False, quant_type="nf4", module=made
-    )
-    return made
-
-
-def in_8_bits(linear: nn.Linear) -> nn.Module:
-    made = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
-    made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
-    return made
-
-
-def of_torchao(linear: nn.Linear) -> nn.Module:
-    quantize_(linear, Int8WeightOnlyConfig())
-    return linear
-
-
 def adapted_llama(quantised: Any) -> Any:
     """Quantised, on its device, with adapters that change the output."""
     torch.manual_seed(0)
-    model = llama(hidden_size=64, intermediate_size=64, num_key_value_heads=2)
-    for parent in [each for each in model.model.layers.modules() if type(each) is not nn.Linear]:
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, quantised(child))
+    model = quantised_llama(quantised, use_cache=False)
     torch.manual_seed(1)
-    adapted = get_peft_model(
-        model.to("cpu"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    )
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)

@@ -44,7 +44,7 @@ def a_case(kind: str, refused: str | None = None, *, large: bool = False) -> Cas
 def test_same_model() -> None:
     trial = attempt(a_case("plain"), FEW)
 
-    assert (trial.passed, trial.refusal, trial.settings) == (True, "", 2)
+    assert (trial.passed, trial.refusal, trial.settings) == (True, "", 3)
 
 
 def test_model_that_is_refused_as_expected() -> None:
@@ -72,7 +72,7 @@ def test_refusal_that_is_none(kind: str, refused: str, what: str) -> None:
 def test_failure_of_some_settings() -> None:
     trial = attempt(a_case("raises in training"), FEW)
 
-    assert [each.setting.training for each in trial.failures] == [True, False]
+    assert [each.setting.training for each in trial.failures] == [True, False, True]
     assert "KeyError" in trial.failures[0].what
 
 

@@ -6,6 +6,7 @@ mini-batch is cut. PyTorch's own transformer guide was 1.18 off, without an erro
 Here are also the tests of ``mixed_dims``.
 """
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lightning_gpipe import MicroBatching, Rows
+from lightning_gpipe import GPipe, MicroBatching, Rows
 from tests.support.models import Call, assert_same_steps
 from tests.support.pipes import Pipe, with_and_without_threads
 
@@ -261,6 +262,8 @@ def test_rows_as_queries(pipe: Pipe) -> None:
         (nn.Conv1d(8, 2, 3), (8, 5)),
         (nn.Conv2d(8, 2, 3), (8, 5, 5)),
         (nn.ConvTranspose2d(8, 2, 3), (8, 5, 5)),
+        (nn.LayerNorm(8), (8,)),
+        (nn.RMSNorm((8, 5)), (8, 5)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -275,6 +278,41 @@ def test_sample_without_a_batch_dimension(
         pipe(plain)(sequence(*shape))
 
     assert_same_steps(pipe(plain), plain, [sequence(1, *shape), sequence(7, *shape)])
+
+
+class Policy(nn.Module):
+    """Is called with a batch of observations in training, and with one of them by an agent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(W, W) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "module, path, expected",
+    [
+        (Policy(), "blocks", r"blocks.0 \(.*:\d+\) runs on all .* as x\[None\] has"),
+        (Policy(), "", r"blocks.0 \(Linear\) must get a batch dimension"),
+        (layers(nn.Tanh()), "", r"layer 0 \(Linear\) must get a batch dimension"),
+    ],
+    ids=["loop", "traced", "Sequential"],
+)
+def test_observation_without_a_batch_dimension(module: nn.Module, path: str, expected: str) -> None:
+    """After a batch, which the same layers had got, it was a bare error about shapes."""
+    plain = module.double()
+    model = GPipe(deepcopy(plain), [1, 2], module=path, devices=["cpu"] * 2, chunks=3)
+    for _ in range(2):
+        assert_same_steps(model, plain, [sequence(7, W)])
+        with pytest.raises(ValueError, match=expected), torch.no_grad():
+            model(sequence(W))
+    x = sequence(W)
+    torch.testing.assert_close(model(x[None])[0], plain(x))
+    model.close()
 
 
 def test_mask_that_does_not_fit_a_piece_of_the_time(pipe: Pipe) -> None:

@@ -406,11 +406,8 @@ def test_outputs_that_a_hook_stores(pipe: Pipe) -> None:
     y = pipeline(rows(7))
     loss = a_loss(y) + torch.cat(features).mean()
 
-    with pytest.raises(RuntimeError, match="handed out of its layer|second time") as caught:
+    with pytest.raises(RuntimeError, match=r"handed out of its layer: .* write loss_term\("):
         loss.backward()
-    # Where it comes first, the pipeline's own backward meets what it has freed.
-    notes = getattr(caught.value, "__notes__", [])
-    assert not notes or "kept aside" in notes[0]
 
 
 @every_mode

@@ -11,17 +11,11 @@ from torchmetrics import MeanMetric
 
 from lightning_gpipe import GPipeStrategy, Rows
 from tests.support.lightning_examples import ImageNet
+from tests.support.models import Model, Residual
 
 
 def layers(count: int, width: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
-
-
-class Model(nn.Module):
-    def __init__(self, **children: nn.Module) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
 
 
 class Chain(Model):
@@ -37,11 +31,6 @@ class Chain(Model):
 class Untraceable(Chain):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum() > 0 else x
-
-
-class Residual(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
 
 
 def frozen(module: nn.Module) -> nn.Module:

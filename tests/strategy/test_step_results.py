@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gpipe.core.data import map_instances
+from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows, map_instances
 from lightning_gpipe.core.pipeline import Outcome
 from lightning_gpipe.strategy.step_results import result_of
 from tests.support.models import assert_same
@@ -45,8 +45,10 @@ KINDS = {
 
 def joined(function: Any, weights: list[float], sizes: list[int] = SIZES) -> Any:
     loss = torch.zeros(())
-    results = [{"loss": loss, "found": function(x)} for x in X[: sum(sizes)].split(sizes)]
-    return result_of(Outcome(loss, results, tuple(sizes), weights))["found"]
+    x = X[: sum(sizes)]
+    results = [{"loss": loss, "found": function(piece)} for piece in x.split(sizes)]
+    merge = partial(Rows().merge_results, batch=x)
+    return result_of(Outcome(loss, results, tuple(sizes), weights, merge))["found"]
 
 
 def as_tensors(tree: Any) -> Any:
@@ -79,7 +81,7 @@ def test_weights_are_added() -> None:
     loss = torch.zeros(())
     results = [{"loss": loss, "loss_weight": torch.tensor(n)} for n in (3, 4)]
 
-    found = result_of(Outcome(loss, results, None, [3.0, 4.0]))
+    found = result_of(Outcome(loss, results, None, [3.0, 4.0], list))
 
     assert found == {"loss": loss, "loss_weight": torch.tensor(7)}
 
@@ -87,3 +89,40 @@ def test_weights_are_added() -> None:
 def test_integer_that_may_be_a_count() -> None:
     with pytest.warns(UserWarning, match=r"in \['found'\], which is taken as the same"):
         assert joined(lambda _: 5, WEIGHTS) == 5
+
+
+def split_and_joined(microbatching: MicroBatching, batch: Any, function: Any) -> Any:
+    """The joined results of a step that returns what ``function`` does of a micro-batch."""
+    pieces = microbatching.split(batch, 3)
+    division = microbatching.division(pieces)
+    assert division is not None
+    results = [{"loss": torch.zeros(()), "found": function(piece)} for piece in pieces]
+    merge = partial(microbatching.merge_results, batch=batch)
+    outcome = Outcome(torch.zeros(()), results, division.sizes, [1.0] * len(pieces), merge)
+    return result_of(outcome)["found"]
+
+
+def test_order_of_sorted_rows() -> None:
+    """Results were in the order of the lengths, beside a batch in its own."""
+    lengths = torch.tensor([1, 4, 2, 4, 3, 1, 2])
+    batch = {"x": torch.arange(28.0).view(7, 4), "lengths": lengths, "names": list("abcdefg")}
+    padded = PaddedSequences("lengths", trim=["x"], pad_outputs=False)
+
+    def step(piece: Any) -> Any:
+        first = piece["x"][:, 0]
+        names = [str(int(x)) for x in first]
+        return {"x": first, "array": first.numpy(), "list": first.tolist(), "names": names}
+
+    found, expected = split_and_joined(padded, batch, step), step(batch)
+
+    assert_same(as_tensors(found), as_tensors(expected))
+
+
+def test_results_with_rows_in_another_dim() -> None:
+    """Results with rows in dim 1 were concatenated in dim 0."""
+    x = torch.arange(35.0).view(5, 7, 1)
+
+    found = split_and_joined(Rows(dim=1), x, lambda x: {"x": x, "row": x[0]})
+    assert_same(found, {"x": x, "row": x[0]})
+    with pytest.raises(ValueError, match=r"in which dim a result .* shapes \[\(3, 3, 1\)"):
+        split_and_joined(Rows(dim=1), x, lambda x: x[: x.size(1)])

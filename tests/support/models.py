@@ -195,6 +195,22 @@ class Attention(nn.Module):
         return x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+class Model(nn.Module):
+    """Holds modules by these names, and has no forward."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class Residual(nn.Sequential):
+    """A Sequential with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 class Unused(nn.Linear):
     """A linear layer with a parameter that takes no part."""
 

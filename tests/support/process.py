@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,18 @@ def level_of_lightnings_log() -> Iterator[None]:
     before = log.level
     yield
     log.setLevel(before)
+
+
+@pytest.fixture
+def lightning_cli(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A LightningCLI runs without warnings, and leaves the environment as it was."""
+    # It warns of arguments of the process besides its own, here pytest's.
+    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])
+    # seed_everything writes to the environment; this puts it back.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 @pytest.fixture

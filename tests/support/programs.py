@@ -19,10 +19,11 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
 )
 from lightning_gpipe.core.layout import Partition, lay_out
+from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.programs import Program, Route, Step, Value
 from lightning_gpipe.core.run import Engine
 from lightning_gpipe.core.schedules import ActivationCheckpointing, count_recomputed, fill_drain
-from lightning_gpipe.core.transport import InlineTransport, LocalTransport
+from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Workers
 from tests.support.pipes import M
 
 
@@ -74,6 +75,23 @@ class Running:
     def close(self) -> None:
         """End the threads."""
         self.engine.close()
+
+
+def pipeline_of(
+    partitions: Sequence[Partition], mode: ActivationCheckpointing = "except_last"
+) -> Pipeline:
+    """A pipeline of three micro-batches on one device, to run programs."""
+    layout = lay_out(partitions, [torch.device("cpu")])
+    return Pipeline(
+        layout,
+        chunks=3,
+        activation_checkpointing=mode,
+        microbatching=Rows(),
+        deferred_batch_norm=True,
+        threads=False,
+        split_backward=False,
+        workers=Workers(layout),
+    )
 
 
 def values_of(program: Program, output: FlatTree) -> list[Any]:

@@ -40,6 +40,7 @@ def note(file: Path) -> None:
 def main(method: Any, file: Path, place: str) -> None:
     """Fit with processes that are started so."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     if method != "popen":
         threading.Thread(target=interrupt, args=(file,), daemon=True).start()
     strategy = GPipeStrategy(

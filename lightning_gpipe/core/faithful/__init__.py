@@ -4,7 +4,7 @@ Each module here handles one thing that would otherwise go wrong silently: threa
 random numbers, buffers, in-place edits, running statistics, gradients that arrive in parts.
 """
 
-from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
+from lightning_gpipe.core.faithful.journal import ABSENT, Attributes, Journal, Write
 from lightning_gpipe.core.faithful.layers.batch_dimension import RowWatch, RowWatches
 from lightning_gpipe.core.faithful.layers.batchnorm import (
     DeferredStatistics,
@@ -23,8 +23,8 @@ from lightning_gpipe.core.faithful.random.random_state import (
     RandomState,
 )
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
-from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
-from lightning_gpipe.core.faithful.state.behavior import Behavior
+from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks, leaf_like
+from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
 from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
@@ -45,6 +45,7 @@ from lightning_gpipe.core.faithful.thread.streams import Streams
 from lightning_gpipe.core.faithful.thread.tracing import is_traced, not_compiled
 
 __all__ = [
+    "ABSENT",
     "LIBRARIES",
     "NOTHING",
     "RECOMPUTING",
@@ -83,6 +84,7 @@ __all__ = [
     "intra_op_threads",
     "is_recomputing",
     "is_traced",
+    "leaf_like",
     "modules_raising",
     "not_compiled",
     "on_engine_thread",
@@ -92,5 +94,6 @@ __all__ = [
     "saved_tensors_hooks",
     "set_elements",
     "together",
+    "version_of",
     "without_checkpointing",
 ]

@@ -1,4 +1,4 @@
-"""A journal of all changes that the engine makes in the user's modules while they run.
+"""A journal of all changes in the user's modules while they run, or for the time of a fit.
 
 While a stage runs, shadows are in the slots of its parameters, batch norms have another
 ``forward``, and a recomputation uses saved buffers and the training mode of its forward. All of

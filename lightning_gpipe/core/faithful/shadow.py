@@ -17,14 +17,15 @@ mini-batch. The gradients of copies are added to that at home.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.parameter_slots import ParameterSlots
 from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot
 
@@ -41,6 +42,8 @@ class Shadows:
         followed: The slots of parameters with another home.
         values: The values of followed parameters that have none in this process, by their ids.
         recomputed: Whether forward will run again, so that edits in between must be detected.
+        by_caller: Returns whether the calling code is the caller's, which must not find shadows.
+            None if it does not run while they are in the slots.
 
     Attributes:
         parameters: The parameters that have a shadow and require a gradient.
@@ -56,12 +59,13 @@ class Shadows:
         followed: Collection[Slot] = (),
         values: Mapping[int, Tensor] | None = None,
         recomputed: bool = True,
+        by_caller: Callable[[], bool] | None = None,
     ) -> None:
         # By id, as everywhere here: to hash a tensor is a slow call into Python.
         self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # Parameters whose shadow is a copy, with its version counter.
         self._copied: dict[int, tuple[nn.Parameter, nn.Parameter, int]] = {}
-        self._swaps: list[_Swap] = []
+        self._swaps: list[Write] = []
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
         self._watched: list[nn.Parameter] = []  # whose edits are detected
@@ -79,6 +83,8 @@ class Shadows:
                     self._swaps.append((slots, name, shadow))
                 elif grad:
                     self._frozen.append((slots, name, parameter))
+        if by_caller is not None:
+            self._hide(modules, by_caller)
         self.parameters = [p for p, _ in self._of.values() if p.requires_grad]
         if grad and recomputed:
             frozen = {id(p): p for _, _, p in self._frozen}
@@ -95,6 +101,26 @@ class Shadows:
             self._copied[key] = parameter, shadow, version_of(shadow)
         self._of[key] = parameter, shadow
         return shadow
+
+    def _hide(self, modules: Iterable[nn.Module], by_caller: Callable[[], bool]) -> None:
+        """Let the caller's code find the parameters in the slots while the shadows are there."""
+        hidden = {
+            id(slots): ParameterSlots(slots, by_caller)
+            for slots in (vars(module).get("_parameters") for module in modules)
+            if slots  # a scripted module has none
+        }
+        swaps, self._swaps = self._swaps, []
+        for slots, name, shadow in swaps:
+            if id(slots) in hidden:
+                hidden[id(slots)].hide(name, shadow)
+            else:
+                self._swaps.append((slots, name, shadow))
+        self._frozen = [(hidden.get(id(slots), slots), name, p) for slots, name, p in self._frozen]
+        self._swaps += [
+            (vars(module), "_parameters", hidden[id(module._parameters)])
+            for module in modules
+            if id(module._parameters) in hidden
+        ]
 
     def swapped_in(self, journal: Journal) -> Manager:
         """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
@@ -164,7 +190,7 @@ class Shadows:
 
 
 def leaf_like(
-    parameter: nn.Parameter,
+    parameter: Tensor,
     requires_grad: bool,
     copied_to: torch.device | None = None,
     value: Tensor | None = None,
@@ -201,7 +227,7 @@ def has_memory(parameter: nn.Parameter) -> bool:
     return kind is nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def has_hooks(parameter: nn.Parameter) -> bool:
+def has_hooks(parameter: Tensor) -> bool:
     """Return whether hooks on the parameter's gradient are registered."""
     after: dict[int, object] | None = parameter._post_accumulate_grad_hooks
     return bool(parameter._backward_hooks or after)

@@ -17,57 +17,18 @@ _GUARDS = ("to", "cuda")  # which warn that the model has hooks
 _ALIGNS = "AlignDevicesHook"  # the class of hooks that move inputs and outputs, and nothing else
 
 
-class PartDevices:
-    """The devices of the parts of a model when its hooks were removed."""
-
-    def __init__(self, root: nn.Module, parts: list[str]) -> None:
-        modules = dict(root.named_modules())
-        self._devices = {
-            part: [(parameter, parameter.device) for parameter in modules[part].parameters()]
-            for part in parts
-            if part in modules
-        }
-
-    @property
-    def moved(self) -> list[str]:
-        """The parts that are on another device now, with both devices."""
-        moved = []
-        for part, devices in self._devices.items():
-            others = [f"{before} to {p.device}" for p, before in devices if p.device != before]
-            moved += [f"{part} ({change})" for change in others[:1]]
-        return moved
-
-    def __str__(self) -> str:
-        if not self.moved:
-            return "What from_pretrained(device_map=...) has spread stays where it is."
-        return (
-            f"What from_pretrained(device_map=...) has spread is moved: {first_few(self.moved)}. A "
-            "device_map with these devices, or load_pretrained(), puts it there at once."
-        )
-
-
-def remove_dispatch_hooks(root: nn.Module) -> PartDevices | None:
-    """Remove the hooks that spread a model over devices, for good; return the weights' devices.
-
-    Returns None if there are no such hooks.
-    """
+def remove_dispatch_hooks(root: nn.Module) -> None:
+    """Remove the hooks that spread a model over devices, for good, if it has such hooks."""
     hooked = {name: module for name, module in root.named_modules() if _HOOK in vars(module)}
     if not hooked:
-        return None
+        return
     _check(hooked)
-    parts = [
-        f"{path}.{part}".strip(".")
-        for path, module in root.named_modules()
-        for part in vars(module).get(_MAP, ())
-    ]
-    spread = PartDevices(root, parts)
     for module in hooked.values():
         _remove_hook(module)
     for module in root.modules():
         if vars(module).pop(_MAP, None) is not None:
             for name in _GUARDS:
                 vars(module).pop(name, None)
-    return spread
 
 
 def _check(hooked: dict[str, nn.Module]) -> None:

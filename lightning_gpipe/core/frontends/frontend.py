@@ -46,7 +46,7 @@ class RunProgram(Protocol):
 
 
 class OwnerProcesses(Protocol):
-    """The processes that own the stages; the engine's.
+    """The processes that own the stages, and their workers; the engine's.
 
     All of them run the user's forward, on the same values, and so make the same program of it.
     Results that only the owner of a stage can compute are shared by :meth:`everywhere`.
@@ -59,9 +59,18 @@ class OwnerProcesses(Protocol):
     def tell(self, error: BaseException) -> None:
         """Send an error to the others, so that none waits; the user's code may catch it here."""
 
+    @property
+    def undisturbed(self) -> AbstractContextManager[Any]:
+        """A ``with`` block for code that looks at the modules: no worker uses them meanwhile."""
+
+    @property
+    def busy(self) -> bool:
+        """True if workers may use the modules while the calling code runs."""
+
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """Compute a pytree in the process of stage ``j``, and return it in all processes.
 
+        No worker uses the modules meanwhile.
         All of them must call this, in the same order. If ``compute`` fails, its process raises the
         error, and the others raise that it has failed.
         """
@@ -138,7 +147,7 @@ class Frontend(ABC):
 
         Args:
             run: Runs the program of a call.
-            processes: The processes of the stages, if this one does not own all of them.
+            processes: The processes of the stages; None if they have no workers.
 
         Raises:
             RuntimeError: If the model runs as a pipeline already.

@@ -21,7 +21,7 @@ from lightning_gpipe.core.pipeline.choose.planning import memory_of, plan, plan_
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
-from lightning_gpipe.core.pipeline.piped_module import PipedModule, checked, piped_modules_at
+from lightning_gpipe.core.pipeline.piped_module import PipedModule, piped_modules_at
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "balance_by_time",
     "balance_of_each",
     "calling",
-    "checked",
     "entries_of",
     "is_criterion",
     "memory_of",

@@ -164,7 +164,8 @@ class GPipe(StandIn):
         check_microbatching(microbatching)
         check_threads(threads)
         balances = balance_of_each(module, balance)
-        device_map = remove_dispatch_hooks(model) if isinstance(model, nn.Module) else None
+        if isinstance(model, nn.Module):
+            remove_dispatch_hooks(model)
         modules = piped_modules_at(model, module, balances)
         check_entries(modules, microbatching)
         resolved = resolve(
@@ -205,11 +206,10 @@ class GPipe(StandIn):
         attach_all(modules, pipelines)
         super().__init__(model)
         self.piped_modules: Sequence[PipedModule] = modules
-        self.plan, self.profiles = resolved.plan, list(resolved.profiles)
+        self.plan = resolved.plan
+        self.profiles = list(resolved.profiles)
         self.balance: list[Any] = sizes if len(sizes) > 1 else sizes[0]
         self.devices = list(self.layout.devices)
-        if device_map is not None and device_map.moved:
-            warnings.warn(str(device_map), stacklevel=2)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -295,7 +295,7 @@ class GPipe(StandIn):
         stepping = MicroBatchStepping(self.only, schedule)
         models = [self._original] if around is None else [self._original, around]
         modules = (module for model in models for module in model.modules())
-        return stepping.run(step, batch, around=modules, scale=scale)
+        return stepping.run(step, batch, modules=modules, scale=scale)
 
     # Settings that may change between two mini-batches.
 

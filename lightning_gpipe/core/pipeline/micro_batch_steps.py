@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,12 +29,14 @@ class Outcome(NamedTuple):
         results: The values that the step returned for each micro-batch, detached.
         rows: The number of rows of each micro-batch; None if it is not known.
         weights: The weight of each micro-batch's loss: its rows, or the step's ``"loss_weight"``.
+        merge: Merges tensors or lists among the results, with an entry per row, in their order.
     """
 
     loss: Tensor | None
     results: list[Any]
     rows: tuple[int, ...] | None
     weights: list[float]
+    merge: Callable[[Sequence[Any]], Any]
 
 
 class MicroBatchStepping:
@@ -61,7 +63,7 @@ class MicroBatchStepping:
         step: Callable[[Any], Any],
         batch: Any,
         *,
-        around: Iterable[nn.Module] = (),
+        modules: Iterable[nn.Module] = (),
         scale: float | Tensor = 1.0,
     ) -> Outcome:
         """Run ``step`` on each micro-batch of ``batch``, see :meth:`GPipe.by_micro_batch`."""
@@ -78,7 +80,6 @@ class MicroBatchStepping:
         rows = None if division is None else division.sizes
         pieces = [map_tensors(_alias, piece) for piece in pieces]
         m = len(pieces)
-        inside = {module for stage in pipeline.stages for module in stage.modules}
         losses = Losses(m, rows, scale)
         loss, results = pipeline.engine.run_code(
             lambda i: step(pieces[i]),
@@ -90,10 +91,11 @@ class MicroBatchStepping:
                 split=pipeline.split_backward,
             ),
             losses,
-            list(dict.fromkeys(module for module in around if module not in inside)),
+            modules,
             partial(pipeline.microbatching.division, pieces),
         )
-        return Outcome(loss, results, rows, losses.weights)
+        merge = partial(pipeline.microbatching.merge_results, batch=batch)
+        return Outcome(loss, results, rows, losses.weights, merge)
 
     @property
     def current(self) -> int:

@@ -88,8 +88,7 @@ class PipedModule:
     def attach(self, pipeline: Pipeline) -> None:
         """Let calls of the model run ``pipeline``, whose stages have the partitions."""
         self.pipeline = pipeline
-        processes = pipeline.engine if pipeline.layout.spread else None
-        self.frontend.install(self._run_program, processes)
+        self.frontend.install(self._run_program, pipeline.engine)
 
     def release(self) -> None:
         """Let the model run as without a pipeline."""
@@ -108,6 +107,11 @@ class PipedModule:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with its inputs on the device of what is around the pipelines."""
+        if not str(type(self.root).__call__.__module__).startswith("torch."):
+            raise TypeError(
+                "a model in a GPipe must have no __call__ of its own, since its forward is called: "
+                f"got {type(self.root).__name__}. Move what its __call__ does into forward."
+            )
         if self.path:
             outside = self.pipeline.layout.outside
             args = tuple([_moved(value, outside) for value in args])
@@ -158,19 +162,6 @@ def _moved(value: Any, device: torch.device) -> Any:
     if type(value) is Tensor and value.device == device:
         return value  # most often
     return change_tensors(value, lambda x: x.to(device))
-
-
-@contextmanager
-def checked(modules: Sequence[PipedModule], check: Check) -> Iterator[None]:
-    """Call ``check`` before each run of a pipeline, in a ``with`` block."""
-    before = [piped.check for piped in modules]
-    try:
-        for piped in modules:
-            piped.check = check
-        yield
-    finally:
-        for piped, previous in zip(modules, before, strict=True):
-            piped.check = previous
 
 
 def piped_module_at(

@@ -132,7 +132,7 @@ class Pipeline:
         """
         batch = as_batch(values)
         code = self.engine.code
-        if code is not None and code.current:
+        if code is not None and code.is_current():
             output = self._called(code, program, batch)
             return [self._merged(column, batch) for column in _columns(program, [output])]
         with self.engine.telling():

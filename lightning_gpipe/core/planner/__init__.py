@@ -8,7 +8,6 @@ from lightning_gpipe.core.planner.no_plan import NoPlan
 from lightning_gpipe.core.planner.planner import Plan, plan_for
 from lightning_gpipe.core.planner.predicted_stage import StagePrediction
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.stage_cost import split_shares
 
 __all__ = [
     "NoPlan",
@@ -18,5 +17,4 @@ __all__ = [
     "changes",
     "doubts",
     "plan_for",
-    "split_shares",
 ]

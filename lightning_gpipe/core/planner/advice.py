@@ -71,7 +71,6 @@ def changes(
     busy: Sequence[float],
     costs: Callable[[Sequence[float]], Shift] | None = None,
     *,
-    parts: Sequence[tuple[float, float]] | None = None,
     steps: bool = False,
     inline: bool = False,
 ) -> list[Change]:
@@ -82,8 +81,6 @@ def changes(
         times: The mean time of an action of each kind, on each stage and of the caller.
         busy: The time in which each stage was at work.
         costs: Finds the best balance by these times, if the layers were measured.
-        parts: For each stage the times of both parts of a split backward, relative to a whole one,
-            if they were measured.
         steps: Whether each micro-batch may have a loss of its own.
         inline: Whether one thread ran all stages, so that only less work takes less time.
     """
@@ -114,11 +111,11 @@ def changes(
         # Few micro-batches are alive then, so that none need be recomputed.
         built = other.build(m, placement, 0 if own_loss else recomputed)
         divided = other.split and not schedule.split
-        measured = _in_parts(times, parts) if divided else times
+        measured = _in_parts(times) if divided else times
         if own_loss:
             measured = _with_losses(_keeping(measured), built)
         if_ = "training_step may be called for each micro-batch" if own_loss else ""
-        at_most = own_loss or (divided and parts is None)
+        at_most = own_loss or divided
         gains.append(Change(other.arguments, gain(built, measured), at_most=at_most, if_=if_))
     return sorted(gains, key=lambda change: -change.gain)
 
@@ -136,16 +133,16 @@ def _other_kinds(schedule: Schedule, *, steps: bool) -> Iterator[ScheduleKind]:
             yield kind
 
 
-def _in_parts(times: Times, parts: Sequence[tuple[float, float]] | None) -> Times:
-    """Return times with backwards in parts as measured, or in halves at best.
+def _in_parts(times: Times) -> Times:
+    """Return times with backwards in halves, which is the best that a split can bring.
 
     Nobody waits for the backward of the first stage, so it stays whole.
     """
     split = dict(times)
     for (kind, j), time in times.items():
         if kind is Kind.BACKWARD and j >= 0:
-            of_inputs, of_weights = parts[j] if parts else ((0.5, 0.5) if j else (1.0, 0.0))
-            split[kind, j], split[Kind.WEIGHTS, j] = of_inputs * time, of_weights * time
+            split[kind, j] = time / 2 if j else time
+            split[Kind.WEIGHTS, j] = time - split[kind, j]
     return split
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,16 +29,7 @@ from lightning_gpipe.core.planner.waves import (
     memory_changes,
     waves,
 )
-from lightning_gpipe.core.schedules import Action, Kind
-
-
-class PlannedSpan(NamedTuple):
-    """The predicted span of an action; times in the unit of the costs, from the first action."""
-
-    worker: int
-    action: Action
-    start: float
-    end: float
+from lightning_gpipe.core.schedules import Action, Kind, Span
 
 
 @dataclass(frozen=True)
@@ -112,10 +103,10 @@ class Prediction:
         return [stage.missing for stage in self.stages]
 
     @cached_property
-    def spans(self) -> tuple[PlannedSpan, ...]:
-        """The spans of all actions, by their starts."""
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of all actions, by their starts; times in :attr:`unit`."""
         spans = (
-            PlannedSpan(self.placement[j], Action(wave.kind, i, j), start, end)
+            Span(self.placement[j], Action(wave.kind, i, j), start, end)
             for wave in self._waves()
             for i, j, start, end in zip(*(array.tolist() for array in wave[1:]), strict=True)
         )

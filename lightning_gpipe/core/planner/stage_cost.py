@@ -90,21 +90,6 @@ def output_bytes(profile: ModelProfile, sizes: Iterable[int], order: ScheduleKin
     return max(outputs) if order.by_micro_batch else sum(outputs)
 
 
-def split_shares(profile: ModelProfile, balance: Sequence[int]) -> list[tuple[float, float]]:
-    """Return for each stage the times of both parts of a backward, relative to a whole one."""
-    pairs = zip(
-        costs_of(profile, balance, profile.rows),
-        costs_of(profile, balance, profile.rows, split=True),
-        strict=True,
-    )
-    return [
-        (split.backward / whole.backward, split.weights / whole.backward)
-        if whole.backward
-        else (1.0, 0.0)
-        for whole, split in pairs
-    ]
-
-
 def sizes_of(rows: int, chunks: int) -> tuple[int, ...]:
     """Return the rows of each micro-batch, as even as possible; no more micro-batches than rows."""
     m = min(chunks, rows)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from functools import partial
+from typing import NamedTuple
 
 from lightning_gpipe.core.data import FlatTree, parted, requires_grad
-from lightning_gpipe.core.profile.alike import AlikeLayers, LayerRun
+from lightning_gpipe.core.profile.alike import key_of
 from lightning_gpipe.core.profile.meters import Meter
 from lightning_gpipe.core.profile.saved import SavedBytes, bytes_beside
 from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, tensors_in
@@ -14,6 +16,17 @@ from lightning_gpipe.core.programs import Program, Route
 from lightning_gpipe.core.run import Stage
 
 Ends = tuple[int, int]  # the indices of the layer that makes a value, and of one that uses it
+
+
+class LayerRun(NamedTuple):
+    """The costs and outputs of a run of a layer.
+
+    ``first`` has, for each leaf of its inputs, the bytes that it is the first to save.
+    """
+
+    costs: dict[str, float]
+    first: list[int]
+    outputs: FlatTree
 
 
 class LayerCounter:
@@ -34,7 +47,8 @@ class LayerCounter:
         self.waited: list[bool] = []
         self._program, self._meter, self._split = program, meter, split
         self._bytes = SavedBytes()
-        self._alike = AlikeLayers()
+        # The runs of layers that differ, and which of their outputs were counted.
+        self._runs: dict[Hashable, tuple[LayerRun, list[bool]]] = {}
 
     def visit(self, stage: Stage, flow: Flow, last: int) -> None:
         """Run one layer, which takes its inputs out of the flow, and puts its outputs in."""
@@ -56,11 +70,16 @@ class LayerCounter:
         self.output = flow.bytes
 
     def _count(self, stage: Stage, inputs: FlatTree) -> LayerRun:
-        run = partial(self._run, stage, inputs)
+        """Run a layer or, where costs are exact, return the run of one that is alike."""
         if not self._meter.exact:
-            return run()
-        part = self._program.parts[stage.partition.index]
-        return self._alike.count(stage, part, inputs, self._bytes, run)
+            return self._run(stage, inputs)
+        key = key_of(stage, self._program.parts[stage.partition.index], inputs, self._bytes)
+        if key not in self._runs:
+            run = self._run(stage, inputs)
+            self._runs[key] = run, self._bytes.are_counted(run.outputs.leaves)
+        run, counted = self._runs[key]
+        self._bytes.count(run.outputs.leaves, counted)
+        return run
 
     def _run(self, stage: Stage, inputs: FlatTree) -> LayerRun:
         with alone(stage, self._program) as first:  # in which a stage copies all its inputs

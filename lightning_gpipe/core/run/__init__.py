@@ -5,7 +5,7 @@ workers in between interpret the schedule and decide nothing.
 """
 
 from lightning_gpipe.core.run.engine import Engine
-from lightning_gpipe.core.run.guards.lost_gradients import explain_second_backward
+from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import greenlets
 from lightning_gpipe.core.run.micro_batch_losses.losses import LOSS_WEIGHT, Losses, loss_and_weight
 from lightning_gpipe.core.run.micro_batch_losses.user_step import UserStep
@@ -16,7 +16,7 @@ from lightning_gpipe.core.run.observe.threads_or_inline import (
     ThreadsOrInline,
     check_threads,
 )
-from lightning_gpipe.core.run.observe.timeline import Observation, Span, Timeline, typical
+from lightning_gpipe.core.run.observe.timeline import Observation, Timeline, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
 
@@ -26,7 +26,6 @@ __all__ = [
     "Losses",
     "Observation",
     "RunTimes",
-    "Span",
     "Stage",
     "StagePass",
     "Threads",
@@ -34,10 +33,10 @@ __all__ = [
     "Timeline",
     "UserStep",
     "check_threads",
-    "explain_second_backward",
     "greenlets",
     "in_layers",
     "loss_and_weight",
     "pass_alone",
+    "refuse_second_backward",
     "typical",
 ]

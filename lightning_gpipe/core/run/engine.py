@@ -17,14 +17,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term, tree_flatten, tree_unflatten
-from lightning_gpipe.core.faithful import Context, Journal, LibraryDraws, RandomDraws
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Context,
+    Journal,
+    LibraryDraws,
+    Manager,
+    RandomDraws,
+)
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.autograd_node import attach
 from lightning_gpipe.core.run.guards.lost_gradients import UnfinishedMiniBatches
 from lightning_gpipe.core.run.guards.shared_objects import SideChannels
+from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
 from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
-from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
+from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.step_minibatch import StepMiniBatch
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Function, UserStep
 from lightning_gpipe.core.run.minibatch import MiniBatch, SharedErrors
@@ -84,6 +92,7 @@ class Engine:
             partial(training_flags_of, modules),
         )
         self._side_channels = SideChannels(layout.partitions)
+        self._values_on_layers = ValuesOnLayers(self.stages)
         self._parameters = sum(
             parameter.numel()
             for partition in layout.partitions
@@ -141,13 +150,13 @@ class Engine:
         function: Function,
         schedule: Schedule,
         losses: Losses,
-        around: Iterable[nn.Module],
+        modules: Iterable[nn.Module],
         division: Callable[[], Division | None] = lambda: None,
     ) -> tuple[Tensor | None, list[Any]]:
         """Run the caller's code for each micro-batch, with forwards and backwards in one phase.
 
         ``function`` runs it for a micro-batch and calls :meth:`UserStep.call` of :attr:`code`; it
-        may use the parameters of the modules ``around`` the stages.
+        uses ``modules``, those of the stages among them, whose hooks see the sums of gradients.
 
         Returns:
             The loss, whose backward hands over the gradients, or None if the code skips the batch;
@@ -155,13 +164,14 @@ class Engine:
         """
         with self._transport.exclusive():
             self._equipment.unfinished.settle()
-            outside = OutsideParameters(around, self.layout.outside, self._journal)
+            outside = OutsideGradients(modules, self._journal)
         context = Context.capture(self.layout.devices_here)
         execution = Execution([])
         if self.ways is not None:
             work = self._parameters / schedule.n
             execution = self.ways.next(schedule, 1, schedule.m * schedule.n, work)
-        code = UserStep(function, schedule.m, losses, context, outside)
+        values = self._values_on_layers
+        code = UserStep(function, schedule.m, losses, context, outside, values)
         minibatch = StepMiniBatch(
             self._equipment,
             schedule,
@@ -200,7 +210,7 @@ class Engine:
         # Equal for mini-batches whose sizes differ by a factor of four at most.
         kind = grad, schedule.m, size.bit_length() // 2, program.fingerprint
         work = rows * self._parameters / schedule.n
-        return self.ways.next(kind, 1 + grad, schedule.m * schedule.n, work, schedule.bubble)
+        return self.ways.next(kind, 1 + grad, schedule.m * schedule.n, work)
 
     def everywhere(self, j: int, compute: Callable[[], Any], *, phase: int = BETWEEN) -> Any:
         """Return what ``compute`` returns in the process of stage ``j``, in all processes.
@@ -208,6 +218,9 @@ class Engine:
         It is a pytree. All processes call this in the same order, and raise if ``compute`` raises.
         """
         layout, transport = self.layout, self._transport
+        if not layout.spread:
+            with self.undisturbed:
+                return compute()
         label = Label(minibatch=transport.begun, phase=phase, step=self.step)
         to, route = Action(Kind.FORWARD, 0, layout.n), Route(_ANSWER, source=j, target=layout.n)
         with self.telling():
@@ -217,6 +230,16 @@ class Engine:
             result = tree_unflatten(exchange.receive(to, route))
             exchange.settle()
         return result
+
+    @property
+    def undisturbed(self) -> Manager:
+        """A ``with`` block in which no worker uses the modules, beside code that they run with."""
+        return NOTHING if self.code is None else self.code.undisturbed
+
+    @property
+    def busy(self) -> bool:
+        """True if workers may use the modules while the calling code runs."""
+        return self.undisturbed is not NOTHING
 
     @property
     def serial(self) -> int:

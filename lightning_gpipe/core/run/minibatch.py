@@ -187,6 +187,7 @@ class MiniBatch(MiniBatchRun):
             stage.journal.reset()  # another mini-batch may have failed since forward
         for stage_pass in self.passes:
             stage_pass.lost_gradients.check()
+            stage_pass.lost_gradients.check_graph()
             stage_pass.check_unchanged()
         with self.context.default_dtype_set() if self.schedule.recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.

@@ -77,6 +77,7 @@ class MiniBatchRun:
         passes: The passes through the stages of this process.
         used_leaves: The leaves that took part.
         timeline: The record of the actions, once it has begun.
+        by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
     """
 
     timeline: Timeline
@@ -94,6 +95,7 @@ class MiniBatchRun:
         self.shared = equipment.draws.shared
         self.flags: bytes = b""
         self.library: LibraryWatch | None = None
+        self.by_caller: Callable[[], bool] | None = None
         self.passes: Sequence[StagePass] = ()
         # Not a method of its own: a cycle would keep what a dropped output has of the mini-batch.
         self.session = LazyManagers(partial(_concerns, equipment.transport, execution))
@@ -134,8 +136,9 @@ class MiniBatchRun:
     ) -> None:
         """Give the stages their parts of a program; with ``terms`` they collect loss terms."""
         self._works = [Work(stage, program, terms=terms) for stage in self.equipment.stages]
+        dims = tuple(leaf.dim() for leaf in inputs.leaves if isinstance(leaf, Tensor))
         self._watches = [
-            stage.watches.begin((self.flags, inputs.spec, work.signature), division)
+            stage.watches.begin((self.flags, inputs.spec, dims, work.signature), division)
             if self.schedule.m > 1
             else None
             for stage, work in zip(self.equipment.stages, self._works, strict=True)
@@ -153,7 +156,12 @@ class MiniBatchRun:
         layout, context, stages = self.equipment.layout, self.context, self.equipment.stages
         recomputed = [self.schedule.recomputed(stage.partition.index) for stage in stages]
         shadows = [
-            stage.shadows(grad=context.grad, recomputed=bool(indices), values=values)
+            stage.shadows(
+                grad=context.grad,
+                recomputed=bool(indices),
+                values=values,
+                by_caller=self.by_caller,
+            )
             for stage, indices in zip(stages, recomputed, strict=True)
         ]
         self.used_leaves = UsedLeaves(shadows, spread=layout.spread)

@@ -6,7 +6,7 @@ mini-batch belong to its pass, see :mod:`~lightning_gpipe.core.run.stage_pass`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -119,7 +119,12 @@ class Stage:
         self._check_placement()
 
     def shadows(
-        self, *, grad: bool, recomputed: bool, values: Mapping[int, Tensor] | None = None
+        self,
+        *,
+        grad: bool,
+        recomputed: bool,
+        values: Mapping[int, Tensor] | None = None,
+        by_caller: Callable[[], bool] | None = None,
     ) -> Shadows:
         """Make shadows for one mini-batch; ``values`` are of parameters without values here."""
         return Shadows(
@@ -129,6 +134,7 @@ class Stage:
             followed=self.followed,
             values=values,
             recomputed=recomputed,
+            by_caller=by_caller,
         )
 
     def statistics(self) -> DeferredStatistics | None:

@@ -39,6 +39,7 @@ from lightning_gpipe.core.faithful import (
     Shadows,
     together,
 )
+from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
@@ -49,14 +50,13 @@ from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_borders import apart, filled, gradients_in, sent
 from lightning_gpipe.core.run.work import Work
-from lightning_gpipe.core.schedules import CALLER
 
 
 class StagePass:
     """One mini-batch's pass through a stage; used by one worker at a time.
 
     Args:
-        work: The work of the stage on each micro-batch.
+        work: The work of the stage on each micro-batch that has no other one.
         context: The caller's thread-local state in forward.
         recomputed: The micro-batches whose activations are dropped.
         shadows: The shadows of the parameters, which collect the gradients.
@@ -83,7 +83,8 @@ class StagePass:
         split: bool = False,
     ) -> None:
         self.stage = stage
-        self.work = work
+        self._work = work
+        self._other_works: dict[int, Work] = {}
         self.randomness = randomness
         self.shadows = shadows
         self.statistics = stage.statistics()
@@ -92,17 +93,23 @@ class StagePass:
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
         self._bare = not (randomness.private or self.statistics or watch or work.terms)
-        self._routed = bool(work.leaving)  # whether its outputs leave on several ways
-        from_caller = CALLER in [route.source for route in work.arriving]
         # Whether nothing but marked inputs is guarded; the caller must not find its own edited.
-        self._marked = not (context.grad or from_caller or stage.partition.index == 0)
+        self._marked = not (context.grad or stage.partition.index == 0)
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._activations: dict[int, Activations] = {}
         self._backward = StageBackward(used_leaves, stage.splits if split else None)
         self.lost_gradients = LostGradients(stage, shadows)
-        self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
+        self._latest: tuple[Any, Work, Behavior] | None = None  # of the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
+
+    def work(self, i: int) -> Work:
+        """Return the work on micro-batch ``i``, once the caller has sent its inputs."""
+        return self._other_works.get(i, self._work)
+
+    def set_program(self, i: int, program: Program) -> None:
+        """Let micro-batch ``i`` run another program; called before its inputs are sent."""
+        self._other_works[i] = Work(self.stage, program)
 
     def forward(self, i: int, inputs: FlatTree) -> FlatTree:
         """Run the layers on micro-batch ``i``.
@@ -110,7 +117,7 @@ class StagePass:
         Returns:
             The outputs, joined with those that leave by routes; detached from this stage's graph.
         """
-        behavior = self._behavior(inputs)
+        work, behavior = self.work(i), self._behavior(i, inputs)
         if not self._context.grad:
             return self._run(i, inputs, behavior, first=True)
         since = now()
@@ -133,9 +140,9 @@ class StagePass:
             saved.compare(behavior)
         if needed:
             versions = () if saved is None else versions_in(inputs)
-            sizes = self._sizes(outputs) if self._routed else ()
+            sizes = _sizes(outputs, work)
             self._activations[i] = Activations(inputs, roots, saved, versions, sizes)
-        return sent(outputs, self.stage.partition.index, self.work.leaving)
+        return sent(outputs, self.stage.partition.index, work.leaving)
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch ``i`` again, to build its graph."""
@@ -153,7 +160,7 @@ class StagePass:
             return FlatTree([])  # nothing in it requires a gradient
         leaves, roots = activations.inputs.leaves, activations.roots
         assert roots is not None, "recompute comes before backward in every schedule"
-        if self._routed:
+        if activations.sizes:
             gradients = filled(gradients, activations.sizes)
         elif not gradients.leaves:
             roots = []
@@ -202,14 +209,14 @@ class StagePass:
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
-        forward = self._activations[i]
+        forward, work = self._activations[i], self.work(i)
         with self._as_in_forward():
             # Without hooks that layers registered on the inputs in forward.
             inputs = forward.inputs.detached()
             hooks = self._context.saving()
-            outputs = self._run(i, inputs, self._behavior(inputs), first=False, hooks=hooks)
-        sizes = self._sizes(outputs) if self._routed else ()
-        if self.work.terms and sizes[-1] != forward.sizes[-1]:
+            outputs = self._run(i, inputs, self._behavior(i, inputs), first=False, hooks=hooks)
+        sizes = _sizes(outputs, work)
+        if work.terms and sizes[-1] != forward.sizes[-1]:
             raise RuntimeError(
                 "a layer must hand out the same loss terms when its forward is recomputed: got "
                 f"others in {self.stage}. Do not let them depend on what forward changes."
@@ -236,8 +243,9 @@ class StagePass:
         self, i: int, inputs: FlatTree, behavior: Behavior, *, first: bool, hooks: Manager = NOTHING
     ) -> FlatTree:
         """Run the layers; returns the outputs, joined with those that leave by routes."""
-        stage, work = self.stage, self.work
-        guard = MutationGuard(behavior, inputs.leaves, marked=self._marked)
+        stage, work = self.stage, self.work(i)
+        marked = self._marked and not work.from_caller
+        guard = MutationGuard(behavior, inputs.leaves, marked=marked)
         if guard.leaves is not inputs.leaves:
             inputs = FlatTree(guard.leaves, inputs.spec)
         arrived = tree_unflatten(inputs)
@@ -271,7 +279,7 @@ class StagePass:
             managers.append(self.statistics.collecting(self.stage.journal, record=first))
         if self._watch is not None and first:
             managers.append(self._watch.watching(i, self.stage.journal))
-        if self.work.terms:
+        if self._work.terms:
             managers.append(receiving(terms.append))
         if not first:  # after the shadows, which replace frozen parameters too
             saved = self._activations[i].saved
@@ -279,16 +287,19 @@ class StagePass:
             managers += saved.swapped_in(self.stage.journal)
         return together(managers)
 
-    def _sizes(self, outputs: FlatTree) -> tuple[int, ...]:
-        """The number of output leaves on each way."""
-        return tuple(len(tree.leaves) for tree in parted(outputs, 1 + len(self.work.leaving)))
+    def _behavior(self, i: int, inputs: FlatTree) -> Behavior:
+        latest, spec, work = self._latest, inputs.spec, self.work(i)
+        if latest is None or latest[1] is not work or (latest[0] is not spec and latest[0] != spec):
+            behavior = self.stage.state.behavior(self._flags, (spec, work.signature))
+            self._latest = latest = spec, work, behavior
+        return latest[2]
 
-    def _behavior(self, inputs: FlatTree) -> Behavior:
-        latest, spec = self._latest, inputs.spec
-        if latest is None or (latest[0] is not spec and latest[0] != spec):
-            structure = spec, self.work.signature
-            self._latest = latest = spec, self.stage.state.behavior(self._flags, structure)
-        return latest[1]
+
+def _sizes(outputs: FlatTree, work: Work) -> tuple[int, ...]:
+    """The number of output leaves on each way; none if there is one way."""
+    if not work.leaving:
+        return ()
+    return tuple(len(tree.leaves) for tree in parted(outputs, 1 + len(work.leaving)))
 
 
 def in_layers() -> bool:

@@ -15,6 +15,7 @@ from lightning_gpipe.core.faithful import MutationGuard, add_note
 from lightning_gpipe.core.programs import Program, Step
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_borders import term_route
+from lightning_gpipe.core.schedules import CALLER
 from lightning_gpipe.core.skip import in_flight, leaving_tensors, table_of, using_table
 
 
@@ -24,6 +25,7 @@ class Work:
     Attributes:
         arriving: All routes to the stage, in the order of what arrives.
         leaving: All routes from it, in the order of what leaves; loss terms last.
+        from_caller: Whether a route comes from the caller.
         terms: Whether the layers hand out loss terms, which leave by a route too.
         signature: Equal for work that makes the same calls.
     """
@@ -32,6 +34,7 @@ class Work:
         j = stage.partition.index
         self._part = part = program.parts[j]
         self.arriving = (*stage.arriving, *part.arriving)
+        self.from_caller = CALLER in [route.source for route in self.arriving]
         of_terms = (term_route(j, program.n),) if terms else ()
         self.leaving = (*stage.leaving, *part.leaving, *of_terms)
         self.terms = terms

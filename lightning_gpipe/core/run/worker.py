@@ -7,6 +7,7 @@ and sends to the next; backward mirrors it.
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from typing_extensions import override
 from lightning_gpipe.core.data import FlatTree, join, parted
 from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
 from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.run.guards.forbidden_edits import check_late_edit
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.schedules import Action, Kind, successor
@@ -68,6 +70,9 @@ class WorkerTask(RowTask):
         timeline: Records its actions.
         forward: The thread-local state of forwards, if they have one of their own.
         here: Whether the thread that performs it has this state and these streams already.
+
+    Attributes:
+        using: Held while it uses the modules of its stages.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class WorkerTask(RowTask):
     ) -> None:
         phase = exchange.phase
         super().__init__(phase.rows[w], exchange, context)
+        self.using = threading.RLock()
         self._w = w
         self._passes = passes
         self._streams = streams
@@ -114,7 +120,7 @@ class WorkerTask(RowTask):
                 for stage_pass in self._passes.values()
                 if not stage_pass.shadows.in_place
             ]
-        return together(managers)
+        return _Holding(self.using, together(managers))
 
     @override
     def perform(self, actions: Sequence[Action]) -> None:
@@ -138,20 +144,26 @@ class WorkerTask(RowTask):
         exchange = self._exchange
         stage_pass = self._passes[action.j]
         run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
-        arriving, leaving = stage_pass.work.arriving, stage_pass.work.leaving
-        if action.kind is Kind.BACKWARD:
-            run, arriving, leaving = stage_pass.backward, leaving, arriving
 
         value = exchange.receive(action)
+        work = stage_pass.work(action.i)
+        arriving, leaving = work.arriving, work.leaving
+        if action.kind is Kind.BACKWARD:
+            run, arriving, leaving = stage_pass.backward, leaving, arriving
         if arriving:
             value = join([value, *(exchange.receive(action, route) for route in arriving)])
         if self._profiled:
             run = partial(_within, _profiler_name(action), run)
         if self._forward is not None and action.kind is Kind.FORWARD:
             run = partial(_within, self._forward.entered(), run)
-        start = self._now()
-        result = run(action.i, value)
-        self._record((self._w, action, start, self._now()))
+        with self.using:
+            start = self._now()
+            try:
+                result = run(action.i, value)
+            except RuntimeError as error:
+                check_late_edit(error, stage_pass.stage)
+                raise
+            self._record((self._w, action, start, self._now()))
         if leaving:
             result = self._send_by_routes(action, result, leaving)
         exchange.send(successor(action), result)
@@ -162,9 +174,10 @@ class WorkerTask(RowTask):
         run = stage_pass.recompute if action.kind is Kind.RECOMPUTE else stage_pass.weights
         if self._profiled:
             run = partial(_within, _profiler_name(action), run)
-        start = self._now()
-        run(action.i)
-        self._record((self._w, action, start, self._now()))
+        with self.using:
+            start = self._now()
+            run(action.i)
+            self._record((self._w, action, start, self._now()))
 
     def _send_by_routes(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
         """Send the values of an action's result that leave by routes, and return the rest."""
@@ -192,6 +205,23 @@ class WorkerTask(RowTask):
 def _profiler_name(action: Action) -> Manager:
     """Show what runs in it as an action in PyTorch's profiler: ``stage 1 forward 3``."""
     return record_function(f"stage {action.j} {action.kind.verb} {action.i}")
+
+
+class _Holding:
+    """Holds a lock while a manager is entered, and while it exits."""
+
+    # A class: see Note [Context managers are classes].
+
+    def __init__(self, lock: Manager, manager: Manager) -> None:
+        self._lock, self._manager = lock, manager
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._manager.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._manager.__exit__(*error)
 
 
 def _within(manager: Manager, run: Callable[..., Any], *args: Any) -> Any:

@@ -3,7 +3,14 @@
 A schedule is simulated for deadlocks and its bubble, and it is the very object that workers run.
 """
 
-from lightning_gpipe.core.schedules.action import CALLER, Action, Kind, predecessors, successor
+from lightning_gpipe.core.schedules.action import (
+    CALLER,
+    Action,
+    Kind,
+    Span,
+    predecessors,
+    successor,
+)
 from lightning_gpipe.core.schedules.patterns import Pattern, Visit
 from lightning_gpipe.core.schedules.placement import counted, folded, looped
 from lightning_gpipe.core.schedules.recompute import (
@@ -44,6 +51,7 @@ __all__ = [
     "Schedule",
     "ScheduleKind",
     "ScheduleName",
+    "Span",
     "Visit",
     "check_activation_checkpointing",
     "check_by_micro_batch",

@@ -70,6 +70,18 @@ class Action(NamedTuple):
         return f"{self.kind.letter}{self.i}"
 
 
+class Span(NamedTuple):
+    """The time of an action in a mini-batch, recorded or predicted.
+
+    The number of workers stands for the caller in the place of a worker.
+    """
+
+    worker: int
+    action: Action
+    start: float
+    end: float
+
+
 Row = tuple[Action, ...]
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_gpipe.core.run import Span
-from lightning_gpipe.core.schedules import CALLER, Kind
+from lightning_gpipe.core.schedules import CALLER, Kind, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

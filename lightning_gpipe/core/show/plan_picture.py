@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_gpipe.core.planner import Prediction
-from lightning_gpipe.core.run import Span
+from lightning_gpipe.core.schedules import Span
 from lightning_gpipe.core.show.picture import check_can_draw, draw_timeline
 from lightning_gpipe.core.show.plans import headline
 

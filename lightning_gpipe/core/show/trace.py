@@ -17,8 +17,7 @@ from math import floor
 from typing import Any, NamedTuple
 
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.run import Span
-from lightning_gpipe.core.schedules import Action, Kind, predecessors
+from lightning_gpipe.core.schedules import Action, Kind, Span, predecessors
 
 _PID = 1
 _CALLER = 0  # the thread of the caller; that of worker w is w + 1

@@ -83,11 +83,6 @@ class Verdict(ABC):
             raise RuntimeError(str(self))
 
     @property
-    def clean(self) -> bool:
-        """True if there is nothing that a user must know."""
-        return self.difference is None
-
-    @property
     def extent(self) -> str:
         """The size of the deviations, as a sentence."""
         largest = [
@@ -128,37 +123,28 @@ class Parity(Verdict):
         difference: The first value that deviates by more, or None.
         unrepeatable: The first value that deviates by more between two plain runs, or None. Then
             nothing can be said about a difference.
-        asides: The attributes in which layers keep loss terms, which miss in the output.
         of_programs: Whether the pipeline, with mini-batches in one piece, has also been compared
             with the model's own forward; a difference is of that then.
     """
 
-    asides: tuple[str, ...] = ()
     of_programs: bool = False
-
-    @property
-    @override
-    def clean(self) -> bool:
-        return super().clean and not self.asides
 
     @override
     def __str__(self) -> str:
         if self.of_programs and self.difference is not None:
-            message = self._message(
+            return self._message(
                 "a forward",
                 "what a pipeline runs of a forward must compute what the forward computes",
                 "the model's own forward and its pipeline, both on the whole batch",
                 _READS_BETWEEN,
             )
-        else:
-            message = self._message(
-                "the layers of a pipeline",
-                "a pipeline must compute what its layers compute on the whole batch",
-                f"a plain run and one in {self.microbatches} micro-batches",
-                _cure(self.difference),
-                ", and with the model's own forward" if self.of_programs else "",
-            )
-        return "\n".join([message, *map(_aside, self.asides)])
+        return self._message(
+            "the layers of a pipeline",
+            "a pipeline must compute what its layers compute on the whole batch",
+            f"a plain run and one in {self.microbatches} micro-batches",
+            _cure(self.difference),
+            ", and with the model's own forward" if self.of_programs else "",
+        )
 
 
 @dataclass(frozen=True)
@@ -230,13 +216,6 @@ def _suspects(difference: Difference) -> str:
     if difference.kind == OUTPUT and difference.layer is None:
         which += ", whose own outputs could not be compared"
     return f"The cause is in one of the {which}. "
-
-
-def _aside(attribute: str) -> str:
-    return (
-        f"A loss term must leave its layer: {attribute} has parameters behind it and is not part "
-        "of the output. A pipeline has its value of the last micro-batch only, without gradient."
-    )
 
 
 def _number(x: float) -> str:

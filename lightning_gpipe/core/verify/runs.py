@@ -39,7 +39,6 @@ from lightning_gpipe.core.verify.named_values import (
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
 _THIN = 4096  # elements of a gradient, if it is thin
-_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Run:
         units: The floating-point tensors that each unit returned, by path; None if those of the
             micro-batches cannot be merged.
         drew: In a plain run, the units that drew random numbers.
-        asides: In a plain run, the units with loss terms in attributes, and the attributes.
         term_units: In a plain run, the units that handed out each loss term.
         microbatches: The number of micro-batches.
         mask: In a pipelined run, the elements of the output that are compared.
@@ -60,7 +58,6 @@ class Run:
     values: Mapping[str, Values]
     units: Sequence[Values | None] = ()
     drew: frozenset[int] = frozenset()
-    asides: Sequence[tuple[int, str]] = ()
     term_units: Mapping[str, Sequence[int]] = field(default_factory=dict)
     microbatches: int = 1
     mask: Mask = field(default_factory=dict)
@@ -118,10 +115,8 @@ def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool
         return made
 
     output = subject.walk(x, visit)
-    # Before backward, which may free their graphs.
-    asides = list(_terms_in_attributes([unit.module for unit in subject.units], output))
     values = results(subject.module, subject.devices, named_leaves(output), leaves, terms, mask)
-    return Run(values, units, frozenset(drew), asides=asides, term_units=term_units)
+    return Run(values, units, frozenset(drew), term_units=term_units)
 
 
 def copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -242,42 +237,3 @@ def tolerance_for(
     values = {value.dtype for group in groups for value in group.values() if value is not None}
     dtypes = casts | {parameter.dtype for parameter in parameters} | values
     return tolerance_of(dtypes, on_cuda=any(device.type == "cuda" for device in devices))
-
-
-def _terms_in_attributes(layers: Sequence[nn.Module], output: Any) -> Iterator[tuple[int, str]]:
-    """Yield the layers that keep a loss term in an attribute such as ``"inner.kl"``, with its name.
-
-    Its gradient does not pass through a pipeline. A term is a single number that was computed from
-    parameters and does not influence the output, as the graph of a plain run shows. Attention
-    weights or hidden states that a layer keeps are parts of the output's graph, or no single
-    numbers.
-    """
-    used = _behind(tensors(output).values())
-    parameters = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    for k, layer in enumerate(layers):
-        for name, tensor in _attributes(layer):
-            if tensor.numel() != 1 or tensor.grad_fn is None or tensor.grad_fn in used:
-                continue
-            leaves = (getattr(node, "variable", None) for node in _behind([tensor]))
-            if any(id(leaf) in parameters for leaf in leaves):
-                yield k, name
-
-
-def _attributes(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in attributes of a layer and the modules within it, with their names."""
-    for path, module in layer.named_modules():
-        for name, value in vars(module).items():
-            if name not in _OF_TORCH:
-                for tensor in tensors(value).values():
-                    yield f"{path}.{name}".lstrip("."), tensor
-
-
-def _behind(roots: Iterable[Tensor]) -> set[Any]:
-    """Return all nodes of the graphs that end in ``roots``."""
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    nodes: set[Any] = set(waiting)
-    while waiting:
-        new = {node for node, _ in waiting.pop().next_functions if node is not None} - nodes
-        nodes |= new
-        waiting += new
-    return nodes

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import is_traced, without_checkpointing
-from lightning_gpipe.core.pipeline import GPipe, PipedModule, checked
+from lightning_gpipe.core.faithful import Attributes, Journal, is_traced, without_checkpointing
+from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.difference import UnitSearch, normalises_by_batch
 from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
@@ -96,7 +96,8 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
             raise _AllVerified
 
     with exclusive(call.pipelines):
-        with call.isolated(), checked(call.piped, check), suppress(_AllVerified):
+        checks = Journal().changed((Attributes(piped), "check", check) for piped in call.piped)
+        with call.isolated(), checks, suppress(_AllVerified):
             call()
         if not parities:
             return None
@@ -157,8 +158,7 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
         plain = rerun(False)
         tolerance = tolerance_for(tolerance, plain, module.parameters(), subject.devices)
         comparison = UnitSearch(subject, tolerance).compare(plain, pipelined, rerun)
-    asides = (f"{name!r} of {subject.units[k].title}" for k, name in plain.asides)
-    return Parity(pipelined.microbatches, *comparison, asides=tuple(asides))
+    return Parity(pipelined.microbatches, *comparison)
 
 
 class FirstBatchVerifier:

@@ -29,33 +29,16 @@ from lightning.pytorch.callbacks import (
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import in_layers
 
 
-class ReplacedMethods:
-    """Methods of objects that others replace for a while."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[object, str, Any]] = []
-
-    def set(self, owner: object, name: str, value: Any) -> None:
-        vars(owner)[name] = value
-        self._replaced.append((owner, name, value))
-
-    def restore(self) -> None:
-        """Let the methods of the classes show again, unless the user's code has replaced them."""
-        for owner, name, value in self._replaced:
-            if vars(owner).get(name) is value:
-                del vars(owner)[name]
-        self._replaced = []
-
-
-def guard_logs(root: L.LightningModule, replaced: ReplacedMethods) -> None:
+def guard_logs(root: L.LightningModule, changes: Journal) -> None:
     """Refuse what layers log with a LightningModule, or with one within it."""
     for module in root.modules():
         if isinstance(module, L.LightningModule):
-            replaced.set(module, "log", _GuardedLog(module))
+            changes.write([(vars(module), "log", _GuardedLog(module))])
 
 
 class _GuardedLog:
@@ -77,17 +60,17 @@ class _GuardedLog:
 
 
 def adapt_callbacks(
-    callbacks: Iterable[Callback], replaced: ReplacedMethods, layout: Layout, replicas: int
+    callbacks: Iterable[Callback], changes: Journal, layout: Layout, replicas: int
 ) -> None:
     """Let callbacks that finetune or monitor do so on all devices of a pipeline."""
     others = [device for device in dict.fromkeys(layout.devices_here) if device != layout.outside]
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
             function = partial(_compare_across_devices, callback.finetune_function)
-            replaced.set(callback, "finetune_function", function)
+            changes.write([(vars(callback), "finetune_function", function)])
         elif isinstance(callback, DeviceStatsMonitor) and others:
             log = partial(_log_all, callback, callback._get_and_log_device_stats, others)
-            replaced.set(callback, "_get_and_log_device_stats", log)
+            changes.write([(vars(callback), "_get_and_log_device_stats", log)])
         elif isinstance(callback, ThroughputMonitor):
             for throughput in callback._throughputs.values():
                 throughput.world_size = replicas  # no batch is counted twice

@@ -2,21 +2,18 @@
 
 Lightning's profilers time the Trainer's calls on the Trainer's thread; a pipeline is one of these
 calls, and its stages run on other threads. So PyTorch's profiler records all threads, where each
-action has its name. The simple and advanced profilers, which must not be used from two threads, get
-a row for each stage and kind of action, from the timeline that the pipeline records anyway.
+action has its name. The simple profiler, which must not be used from two threads, gets a row for
+each stage and kind of action, from the timeline that the pipeline records anyway.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from cProfile import Profile
-from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import Profiler, PyTorchProfiler, SimpleProfiler
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import Timeline
@@ -36,7 +33,7 @@ class Profiling:
 
     def __init__(self) -> None:
         self._recording: PyTorchProfiler | None = None
-        self._timing: SimpleProfiler | AdvancedProfiler | None = None
+        self._timing: SimpleProfiler | None = None
         self._pending: deque[tuple[str, Timeline]] = deque()
         self._handle: RemovableHandle | None = None
 
@@ -50,8 +47,8 @@ class Profiling:
             self._recording = profiler
 
     def follow(self, profiler: Profiler, pipeline: GPipe) -> None:
-        """Give a SimpleProfiler or AdvancedProfiler rows for the stages' actions from now on."""
-        if not isinstance(profiler, SimpleProfiler | AdvancedProfiler):
+        """Give a SimpleProfiler rows for the stages' actions from now on."""
+        if not isinstance(profiler, SimpleProfiler):
             return
 
         def observe(timeline: Timeline) -> None:
@@ -79,40 +76,14 @@ class Profiling:
         self._recording = self._timing = self._handle = None
 
     def _read(self, count: int) -> None:
+        assert self._timing is not None, "it was there when the pipeline ran"
         for _ in range(count):
             path, timeline = self._pending.popleft()
             prefix = f"[GPipe]{path}." if path else "[GPipe]"
             for span in timeline.spans:
                 action = span.action
                 row = f"{prefix}stage {action.j} {action.kind.verb}"
-                self._add(row, span.end - span.start)
-
-    def _add(self, row: str, seconds: float) -> None:
-        if isinstance(self._timing, SimpleProfiler):
-            self._timing.recorded_durations[row].append(seconds)
-        elif self._timing is not None:
-            actions = self._timing.profiled_actions
-            profile = actions.get(row)
-            if not isinstance(profile, _Timed):
-                profile = actions[row] = _Timed(row)
-            profile.calls += 1
-            profile.seconds += seconds
-
-
-class _Timed(Profile):
-    """A profile of one function, whose calls were timed elsewhere."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self.calls, self.seconds = 0, 0.0
-
-    @override
-    def create_stats(self) -> None:
-        # For a file, line and function: calls, calls that are no recursion, time without and with
-        # the functions that it calls, and callers; "~" and 0 stand for a function without source.
-        numbers: Any = (self.calls, self.calls, self.seconds, self.seconds, {})
-        self.stats = {("~", 0, self._name): numbers}
+                self._timing.recorded_durations[row].append(span.end - span.start)
 
 
 def path_of(pipeline: GPipe, timeline: Timeline) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -51,10 +49,6 @@ def test_pipeline_without_the_hooks(module: str | None, balance: list[int]) -> N
     ]
 
 
-def test_model_without_hooks() -> None:
-    assert remove_dispatch_hooks(Model()) is None
-
-
 def test_forward_of_the_users_own_stays() -> None:
     model: Any = Model()
     model.first.forward = lambda x: x
@@ -64,13 +58,6 @@ def test_forward_of_the_users_own_stays() -> None:
 
     x = torch.ones(4)
     assert model.first(x) is x
-
-
-def test_what_stays_is_said() -> None:
-    model = Model()
-    dispatch(model, PARTS)
-
-    assert str(remove_dispatch_hooks(model)).endswith("has spread stays where it is.")
 
 
 def test_weights_that_were_offloaded() -> None:
@@ -93,13 +80,11 @@ def test_hook_that_does_more_than_to_move() -> None:
     assert "_hf_hook" in vars(model.first)
 
 
-def test_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fit(tmp_path: Path) -> None:
     model = Classifier()
     dispatch(model, {"layers.0": "cpu", "layers.2": "cpu", "head": "cpu"})
     made = trainer(tmp_path, GPipeStrategy([2, 4], 4), devices=2, fast_dev_run=True)
 
-    with caplog.at_level(logging.INFO), warnings.catch_warnings():
-        made.fit(model, datamodule=Data())
+    made.fit(model, datamodule=Data())
 
-    assert "has spread stays where it is." in caplog.text
     assert "_hf_hook" not in vars(model.head)

@@ -1,23 +1,12 @@
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gpipe.core.frontends.locate import heaviest, module_at
+from tests.support.models import Model, Residual
 
 
 def layers(count: int, width: int = 2) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
-
-
-class Model(nn.Module):
-    def __init__(self, **children: nn.Module) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
-
-
-class Residual(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
 
 
 def test_sequential_that_the_user_named() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.layout.partition import Partition, check_balance, check_sequential, cut
+from tests.support.models import Residual
 
 
 def layers(count: int) -> nn.Sequential:
@@ -85,11 +86,6 @@ def test_module_that_is_not_a_sequential(module: nn.Module) -> None:
         f"got {type(module).__name__}. Put the layers to pipeline into an nn.Sequential, and call "
         f"that in forward."
     )
-
-
-class Residual(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
 
 
 class Named(nn.Sequential):

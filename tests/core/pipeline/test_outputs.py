@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import Rows
-from lightning_gpipe.core.layout import cut, lay_out
-from lightning_gpipe.core.pipeline import Pipeline
+from lightning_gpipe.core.layout import cut
 from lightning_gpipe.core.programs import Program, Step, Value
-from lightning_gpipe.core.transport import Workers
 from tests.support.models import assert_same
+from tests.support.programs import pipeline_of
 
 WIDTH = 4
 
@@ -41,17 +39,7 @@ class Ending(nn.Module):
 def ended(end: Any, chunks: int | None = None, n: int = 7) -> Any:
     ending = Ending(end)
     layers = nn.Sequential(ending.block, nn.Identity())
-    layout = lay_out(cut(layers, [1, 1]), [torch.device("cpu")])
-    pipeline = Pipeline(
-        layout,
-        chunks=3,
-        activation_checkpointing="never",
-        microbatching=Rows(),
-        deferred_batch_norm=True,
-        threads=False,
-        split_backward=False,
-        workers=Workers(layout),
-    )
+    pipeline = pipeline_of(cut(layers, [1, 1]), "never")
     return pipeline.run_program(ending.program(), [rows(n)], chunks=chunks)[0]
 
 

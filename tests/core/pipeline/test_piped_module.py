@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, verify
+from lightning_gpipe.core.faithful import Attributes, Journal, Manager
 from tests.support.models import assert_same
 from tests.support.pipes import every_mode
 
@@ -240,3 +241,42 @@ def test_copy_is_a_pipeline_of_its_own(kind: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     for each in (copied, pipeline):
         each.close()
+
+
+class Shifted(nn.Sequential):
+    """Has a ``__call__`` of its own around that of nn.Module."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) + 1
+
+
+def test_model_with_a_call_of_its_own() -> None:
+    """It was left out, without a word."""
+    pipeline = GPipe(Shifted(nn.Linear(3, 3), nn.Tanh()), [1, 1], devices=["cpu"] * 2, chunks=2)
+
+    with pytest.raises(TypeError, match="no __call__ of its own.*: got Shifted"):
+        pipeline(torch.ones(4, 3))
+    pipeline.close()
+
+
+def test_check_within_a_check() -> None:
+    """The outer check goes on when the inner one has ended, as of a verification in another."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    pipeline = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)
+    runs: list[str] = []
+
+    def checked(name: str) -> Manager:
+        writes = [
+            (Attributes(piped), "check", lambda *_: runs.append(name))
+            for piped in pipeline.piped_modules
+        ]
+        return Journal().changed(writes)
+
+    with checked("outer"):
+        with checked("inner"):
+            pipeline(torch.ones(4, 3))
+        pipeline(torch.ones(4, 3))
+    pipeline(torch.ones(4, 3))
+    pipeline.close()
+
+    assert runs == ["inner", "outer"]

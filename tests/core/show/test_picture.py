@@ -4,8 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_gpipe.core.run import Span
-from lightning_gpipe.core.schedules import Action, Kind, fill_drain, schedule_for
+from lightning_gpipe.core.schedules import Action, Kind, Span, fill_drain, schedule_for
 from lightning_gpipe.core.show import picture, timeline_picture
 from tests.support.placements import one_each
 

@@ -8,8 +8,7 @@ import torch
 
 from lightning_gpipe.core.layout import Layout, Partition
 from lightning_gpipe.core.programs import Route, SkipName
-from lightning_gpipe.core.run import Span
-from lightning_gpipe.core.schedules import Action, Kind, fill_drain, schedule_for
+from lightning_gpipe.core.schedules import Action, Kind, Span, fill_drain, schedule_for
 from lightning_gpipe.core.show import Slice, trace_of
 from tests.support.placements import one_each
 from tests.support.traces import box_at, events_of, named

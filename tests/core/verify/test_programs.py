@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import Rows, whole
-from lightning_gpipe.core.layout import Partition, lay_out
-from lightning_gpipe.core.pipeline import Pipeline
+from lightning_gpipe import whole
+from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.programs import Program, Step, Value
-from lightning_gpipe.core.transport import Workers
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 from lightning_gpipe.core.verify.verification import verify_program
+from tests.support.programs import pipeline_of
 
 WIDTH = 4
 
@@ -39,17 +38,7 @@ def verified(between: Callable[[Tensor], Tensor] = torch.tanh, *layers: nn.Modul
         Step(last, (Value(3),), 4, 1, name="last"),
         Step(torch.add, (Value(4), Value(1)), 5, 1, name="add"),
     ]
-    layout = lay_out(partitions, [torch.device("cpu")])
-    pipeline = Pipeline(
-        layout,
-        chunks=3,
-        activation_checkpointing="except_last",
-        microbatching=Rows(),
-        deferred_batch_norm=True,
-        threads=False,
-        split_backward=False,
-        workers=Workers(layout),
-    )
+    pipeline = pipeline_of(partitions)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
     bias = whole(torch.linspace(-1, 1, WIDTH, dtype=torch.float64).requires_grad_())

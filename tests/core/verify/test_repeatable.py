@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import verify
-from tests.support.models import Call, Counter, perceptron, rows
+from tests.support.models import Call, Counter, rows
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 from tests.support.unequal_models import W, functional_dropout, linear, sequential, verified
 
@@ -154,65 +154,3 @@ def test_layers_that_agree_run_once_plain() -> None:
     verified(linear(), Call(counted), linear(), chunks=7)
 
     assert calls.count(7) == 1
-
-
-# Loss terms that are kept aside.
-
-
-class Bayesian(nn.Linear):
-    """Keeps a divergence of its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kl = self.weight.square().sum()
-        return super().forward(x)
-
-
-class Penalised(nn.Module):
-    """Keeps a list of penalties of what passes, in a module within it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-
-    def forward(self, x: Tensor) -> Tensor:
-        vars(self.inner)["penalties"] = [x.square().mean()]
-        return x
-
-
-class Shows(nn.Linear):
-    """Keeps what is no loss term: parts of the output's graph, a picture, and numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale = self.weight.square().mean()
-        self.hidden = super().forward(x)
-        self.picture = self.hidden.softmax(-1)
-        self.mean = self.hidden.mean().detach()
-        self.norm = self.weight.norm().item()
-        return self.hidden / self.scale
-
-
-@pytest.mark.parametrize(
-    "layer, name",
-    [(lambda: Bayesian(W, W), "kl"), (Penalised, "inner.penalties")],
-    ids=["of a weight", "of an activation"],
-)
-def test_loss_term_in_an_attribute_is_named(layer: Callable[[], nn.Module], name: str) -> None:
-    """Its gradient does not pass through the pipeline, and no value that is compared shows it."""
-    parity = verified(linear(), layer(), nn.Tanh(), linear())
-
-    kind = type(layer()).__name__
-    assert parity.asides == (f"{name!r} of layer 1 ('1', {kind}, stage 1, cpu)",)
-    assert f"A loss term must leave its layer: {name!r} of layer 1" in str(parity)
-
-
-def test_what_else_layers_keep_is_no_loss_term() -> None:
-    assert verified(linear(), Shows(W, W), nn.Tanh(), linear()).asides == ()
-
-
-def test_without_gradients_there_is_no_loss_term() -> None:
-    with torch.no_grad():
-        assert verified(linear(), Bayesian(W, W)).asides == ()
-
-
-def test_layers_without_terms_have_none() -> None:
-    assert verified(*perceptron()).asides == ()

@@ -84,7 +84,7 @@ def test_mean(pipe: Pipe, head: nn.Module, criterion: Criterion, schedule: Any) 
 
     assert parity is not None
     parity.check()
-    assert parity.loss.clean
+    assert parity.loss.difference is None
     assert parity.loss.microbatches == 3
     assert {kind: len(each) for kind, each in parity.loss.compared.items()} == {
         "loss": 1,
@@ -141,7 +141,7 @@ def test_layer_that_mixes_rows(pipe: Pipe, head: nn.Module) -> None:
     """It is named, and is not taken for a fault of the loss."""
     parity = found(pipe, head, F.cross_entropy, Centred(), rows=9)
 
-    assert parity.loss.clean
+    assert parity.loss.difference is None
     with pytest.raises(RuntimeError, match=r"the output of layer 1 \('1', Centred"):
         parity.check()
 
@@ -171,7 +171,7 @@ def test_batch_norm_around(pipe: Pipe) -> None:
 def test_batch_norm_in_a_stage_conceals_no_fault(pipe: Pipe, head: nn.Module) -> None:
     """It normalises the same micro-batches in both runs, if these have equally many rows."""
     norm = nn.BatchNorm1d(4)
-    assert found(pipe, head, F.cross_entropy, norm, rows=9).loss.clean
+    assert found(pipe, head, F.cross_entropy, norm, rows=9).loss.difference is None
     assert not found(pipe, head, contrastive, norm, rows=9).loss.explained
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch import Tensor, nn
 from torch.profiler import ProfilerAction
 
@@ -81,27 +81,6 @@ def test_rows_end_with_the_fit(tmp_path: Path) -> None:
 
     counts = {name: len(times) for name, times in profiler.recorded_durations.items()}
     assert of_stages(counts) == expected(1)
-
-
-def test_advanced_profiler_has_a_row_for_each_stage_and_kind(tmp_path: Path) -> None:
-    class Kept(AdvancedProfiler):
-        def summary(self) -> str:
-            texts.append(super().summary())
-            return ""
-
-    texts: list[str] = []
-    profiler = Kept(dirpath=tmp_path, dump_stats=True)
-
-    fitted(tmp_path, strategy(), devices=2, profiler=profiler, limit_val_batches=0)
-
-    lines = texts[-1].splitlines()
-    for name, count in expected(STEPS).items():
-        (begin,) = [
-            k for k, line in enumerate(lines) if f"Profile stats for: [GPipe]{name}" in line
-        ]
-        row = next(line for line in lines[begin + 1 :] if line.endswith(f" [GPipe]{name}"))
-        assert int(row.split()[0]) == count
-    assert list(tmp_path.glob("*stage 1 backward.prof"))
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:

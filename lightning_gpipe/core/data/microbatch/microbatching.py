@@ -60,6 +60,13 @@ class MicroBatching(ABC):
             batch: The mini-batch that was split.
         """
 
+    def merge_results(self, results: Sequence[Any], batch: Any) -> Any:
+        """Merge the tensors or lists that a training step has returned for the micro-batches.
+
+        Each has an entry per row. By default :meth:`merge` does it.
+        """
+        return self.merge(results, batch)
+
     def division(self, microbatches: Sequence[Any]) -> Division | None:
         """Return the numbers of rows of the result of :meth:`split`, or None if unknown.
 

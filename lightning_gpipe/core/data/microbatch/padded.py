@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -152,6 +152,12 @@ class PaddedSequences(MicroBatching):
         _check_widths(outputs)
         sizes = partial(order.sizes.get, len(outputs))
         return merged(outputs, batch, sizes, restore=order.restore)
+
+    @override
+    def merge_results(self, results: Sequence[Any], batch: Any) -> Any:
+        if isinstance(results[0], list):
+            return list(self._order(batch).restore(list(chain(*results))))
+        return self._order(batch).restore(torch.cat(list(results)))
 
     @override
     def division(self, microbatches: Sequence[Any]) -> Division:

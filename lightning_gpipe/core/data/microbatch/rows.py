@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -124,6 +125,21 @@ class Rows(MicroBatching):
     @override
     def division(self, microbatches: Sequence[Any]) -> Division:
         return division_of(microbatches, self._dim)
+
+    @override
+    def merge_results(self, results: Sequence[Any], batch: Any) -> Any:
+        if isinstance(results[0], list):
+            return list(chain(*results))
+        dims = {0, *(self._dim.values() if isinstance(self._dim, dict) else [self._dim])}
+        sizes = even_sizes(count_rows(batch, self._dim), len(results))
+        fitting = [k for k in dims if [x.size(k) if x.dim() > k else 0 for x in results] == sizes]
+        if len(fitting) > 1:
+            raise ValueError(
+                "it must be clear in which dim a result of training_step has its rows: got shapes "
+                f"{[tuple(x.shape) for x in results]} for micro-batches of {sizes} rows, with "
+                f"{self}. Return a list of rows, or write schedule='fill_drain'."
+            )
+        return torch.cat(list(results), *fitting)
 
     def _sizes(self, batch: Any, m: int) -> list[int] | None:
         return None if batch is None else even_sizes(count_rows(batch, self._dim), m)

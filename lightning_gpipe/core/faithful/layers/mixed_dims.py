@@ -21,6 +21,8 @@ RECOGNISED = (
     nn.LogSoftmax,
     nn.Softmin,
     nn.Linear,
+    nn.LayerNorm,
+    nn.RMSNorm,
     nn.EmbeddingBag,
     _ConvNd,
 )
@@ -53,7 +55,7 @@ def mixed_by(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def unbatched(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the input of a linear layer or a convolution, if it is a piece of a single sample.
+    """Return the input of a linear layer, convolution or norm, if it is a piece of a single sample.
 
     That is a vector without some features, or an image without some channels.
     """
@@ -62,6 +64,8 @@ def unbatched(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
             dims, features = 1, module.in_features
         case _ConvNd():
             dims, features = 1 + len(module.kernel_size), module.in_channels
+        case nn.LayerNorm() | nn.RMSNorm():
+            dims, features = len(module.normalized_shape), module.normalized_shape[0]
         case _:
             return None
     x = _argument(args, kwargs, 0, "input")

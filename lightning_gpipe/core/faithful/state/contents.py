@@ -198,7 +198,7 @@ def set_elements(container: Any, elements: Any) -> None:
 def _elements(container: Any) -> Any:
     """Return a shallow copy, of a basic type."""
     if isinstance(container, dict):
-        return dict(container)
+        return dict(container.items())  # as its class shows them
     return set(container) if isinstance(container, set) else list(container)
 
 

@@ -54,6 +54,7 @@ class Block:
         self, module: nn.Module, k: int, name: str, stage: int, device: torch.device | None
     ) -> None:
         self.module, self.k, self.name, self.stage = module, k, name, stage
+        self._classes = tuple(map(type, module.modules()))
         self.parameters = _positional(module)
         self.device = device
         # torch.compile in place: `module.compile()` is called before `_call_impl` is looked up.
@@ -65,28 +66,11 @@ class Block:
     def kind(self) -> tuple[Any, ...]:
         """Equal for blocks that return the same structure for arguments of the same kind.
 
-        It is the class and the flags: an index or a size is no reason to return something else.
+        It is the classes and the flags: an index or a size is no reason to return something else.
         """
         attributes = self.module.__dict__.items()
         flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]
-        return type(self.module), *flags
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The numbers, flags and strings among its attributes."""
-        attributes = self.module.__dict__.items()
-        return {k: x for k, x in attributes if type(x) in _FLAGS or type(x) in (int, float)}
-
-    def check_settings(self, settings: dict[str, Any], line: str) -> None:
-        """Refuse settings that are others now than when the block was called."""
-        now = self.settings
-        names = [k for k, x in settings.items() if now.get(k, x) is not x and now[k] != x]
-        if names:
-            raise RuntimeError(
-                f"{self.name} must have the attributes with which it was called until the last "
-                f"block has returned, since all blocks run then: {', '.join(names)} changed after "
-                f"its call at {line}. Give it such a value as an argument."
-            )
+        return type(self.module), self._classes, *flags
 
     def install(self, receive: Receiver) -> None:
         self._receive = receive

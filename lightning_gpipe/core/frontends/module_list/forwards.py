@@ -53,7 +53,7 @@ class BlockCalls:
         owners: The modules from the model to the one that holds the blocks.
         title: The name of the nn.ModuleList in errors.
         run: Runs programs.
-        processes: The processes that own the stages, if this one does not own all of them.
+        processes: The processes of the stages; None if they have no workers.
     """
 
     def __init__(
@@ -64,12 +64,13 @@ class BlockCalls:
         run: RunProgram,
         processes: OwnerProcesses | None = None,
     ) -> None:
+        self._processes = processes
         self._rehearse = only_here if processes is None else processes.everywhere
         self._tell = _nobody if processes is None else processes.tell
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
         self._stages = blocks[-1].stage + 1
         self._histories: dict[ForwardState, History] = {}
-        self._caches = CacheRule(spread=processes is not None)
+        self._caches = CacheRule(spread=processes is not None and processes.layout.spread)
         self._session = _Session()
         self._plain = False
         self._ran = False
@@ -116,8 +117,7 @@ class BlockCalls:
             session.next = k + 1
             if session.next == len(self._blocks):
                 session.recording = None  # the thread may begin another forward meanwhile
-                for called, settings, line in recording.blocks:
-                    called.check_settings(settings, line)
+                recording.check_states()
                 run_recorded(recording, self._run, self._stages)
                 self._ran = True
             return result
@@ -137,7 +137,6 @@ class BlockCalls:
     ) -> Any:
         """Return what the call of a block will return; record it if it is not on the tape."""
         recording.state.check(recording.device, line)
-        recording.blocks.append((block, block.settings, line))
         collector = Collector.active()
         if collector is None:
             entry = recording.follow(block.run, (block.kind, None), line, arguments)
@@ -182,6 +181,8 @@ class BlockCalls:
         state = session.forwards[-1] if session.forwards else ForwardState.now(device)
         history = self._histories.setdefault(state, History())
         recording = LoopRecording(first, history, device, self._caches, state, self._rehearse)
+        # Beside workers, which change modules too, the first micro-batch has been compared.
+        recording.compares = self._processes is None or not self._processes.busy
         session.recording, session.depth = recording, len(session.forwards)
         return recording
 

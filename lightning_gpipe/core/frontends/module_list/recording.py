@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.lines import current_line
 from lightning_gpipe.core.frontends.module_list import operators
-from lightning_gpipe.core.frontends.module_list.blocks import Block
+from lightning_gpipe.core.frontends.module_list.call_state import CallState
 from lightning_gpipe.core.frontends.module_list.forward_state import ForwardState
 from lightning_gpipe.core.frontends.module_list.rehearsal.learning import (
     CacheRule,
@@ -55,7 +55,7 @@ class LoopRecording:
         tape: The calls so far.
         inputs: The tensors from outside by number, and how they are cut.
         samples: The values for a few rows.
-        blocks: The blocks that were called, each with its settings then, and the line.
+        compares: Whether what calls see is compared with what they would see when they run.
         end_reason: Why nothing can be recorded any more; empty before that.
     """
 
@@ -72,11 +72,13 @@ class LoopRecording:
         self.rows = first.size(0)
         self.device = device
         self.end_reason = ""
-        self.blocks: list[tuple[Block, dict[str, Any], str]] = []
+        self.compares = True
+        self._states: list[CallState] = []
         self.state = state
         self._history = history
         self.inputs: dict[int, tuple[Tensor, Reading]] = {}
-        self.samples = Samples(self.tape, self.inputs, self.rows, rehearse)
+        self._rehearse = rehearse
+        self.samples = Samples(self.tape, self.inputs, self.rows, self._rehearsed)
         self._learner = Learner(first, history.knowledge, caches, self.samples, state.grad)
         self.outsides = OutsideTensors(self.inputs, self.rows, self._learner.reading)
         self._count = 0  # the number of calls so far
@@ -94,10 +96,19 @@ class LoopRecording:
         if self.tape.reusable:
             self._history.keep(self._first_kind, self.tape)
 
+    def _compare(self, call: RecordedCall, arguments: Arguments | None = None) -> None:
+        if self.compares and (call.modules or arguments is not None):
+            self._states.append(CallState(call, arguments))
+
+    def check_states(self) -> None:
+        """Refuse what a call would see when it runs, and did not see when it was recorded."""
+        for state in self._states:
+            state.check()
+
     def end(self, reason: str) -> None:
         """Record nothing any more, and free everything."""
         self.end_reason = reason
-        self._placeholders = []
+        self._placeholders, self._states = [], []
         self._use(Tape())
         self.outsides.clear()
         self.samples.clear()
@@ -123,6 +134,7 @@ class LoopRecording:
             return None
         self._latest = call
         self._count += 1
+        self._compare(call)
         return entry
 
     def record(
@@ -222,7 +234,16 @@ class LoopRecording:
             assert flat is not None, "the structure is that of this result"
             self.samples[number] = flat[0] if knowledge.result.single else flat
         self._count += 1
+        self._compare(call, known)
         return self.tape.entries[-1], arguments
+
+    def _rehearsed(self, stage: int, function: Callable[[], Any]) -> Any:
+        """Run a function in the process of a stage, which may edit the blocks."""
+        self.check_states()
+        result = self._rehearse(stage, function)
+        for state in self._states:
+            state.renew()
+        return result
 
     def _use(self, tape: Tape) -> None:
         self.tape = tape

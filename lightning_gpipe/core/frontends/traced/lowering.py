@@ -14,9 +14,11 @@ from torch import Tensor, fx, nn
 from lightning_gpipe.core.data import map_instances, whole
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.inplace_edits import check_edits, edited
-from lightning_gpipe.core.frontends.traced.row_dims import across_rows, row_dims
+from lightning_gpipe.core.frontends.traced.row_dims import RowDims
+from lightning_gpipe.core.frontends.traced.row_trials import run_apart, tried
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
 from lightning_gpipe.core.frontends.traced.symbolic import first_input, function_name
+from lightning_gpipe.core.frontends.traced.traced_call import across_rows
 from lightning_gpipe.core.frontends.traced.watching import run_under
 from lightning_gpipe.core.programs import Method, Program, Step, Value
 
@@ -75,7 +77,7 @@ class _Lowering:
         self._graph, self._modules = graph, modules
         self._stages = modules.own.stages(graph)
         check_edits(graph, self._stages)
-        self._dims = row_dims(graph)
+        self._dims = RowDims(graph)
         self._values = {node: Value(k) for k, node in enumerate(graph.inputs)}
         self._reads: dict[tuple[str, int], Value] = {}
         self._numbers = count(len(graph.inputs))
@@ -85,10 +87,15 @@ class _Lowering:
         value = partial(self._value, j=j)
         args, kwargs = _plain(fx.node.map_arg((node.args, node.kwargs), value))
         run = self._run(node)
+        cut = list(map(self._is_cut, node.args))
         if function_name(node) in _OF_MATRICES:
             others = 0 if function_name(node) in _ALONE else 1
-            rows = [k for k, x in enumerate(node.args) if k >= others and self._is_cut(x)]
+            rows = [k for k, is_cut in enumerate(cut) if k >= others and is_cut]
             run = partial(run_on_batches, run, rows, node.meta["line"])
+        elif node in self._dims.untold and any(cut) and edited(self._graph, node) is None:
+            run = tried(run, cut, node.meta["line"])
+        if node in self._dims.others:
+            run = partial(run_apart, run, *self._dims.others[node], node.meta["line"])
         if node.meta["modes"] != self._graph.modes:
             run = partial(run_under, node.meta["modes"], self._graph.modes, run)
         number = next(self._numbers)
@@ -139,6 +146,8 @@ class _Lowering:
         layer = self._graph.layer(node)
         owned = layer in self._modules.own.owners
         run = layer if owned else partial(run_copy, layer, layer.training)
+        if type(layer).__call__ is not nn.Module.__call__ and owned:  # which was traced through
+            run = partial(nn.Module.__call__, layer)
         of_torch = type(layer).__module__.startswith("torch.nn.")
         if of_torch or edited(self._graph, node) is not None or not self._used_later(node):
             return run
@@ -191,7 +200,7 @@ def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> 
     """
     copy = layer.__new__(type(layer))
     copy.__dict__.update(layer.__dict__, training=training)
-    return copy(*args, **kwargs)
+    return nn.Module.__call__(copy, *args, **kwargs)
 
 
 def run_unedited(run: Callable[..., Any], title: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,12 @@ from contextlib import suppress
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
 from lightning_gpipe.core.balance import parameter_costs
-from lightning_gpipe.core.faithful import Journal, is_traced
+from lightning_gpipe.core.faithful import NOTHING, Journal, Manager, is_traced
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import check_free, check_recordable, install
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward, trace
@@ -91,7 +91,8 @@ class TracedForward(Frontend):
                 check_recordable(self._module)
                 return self._forward(*args, **kwargs)
             try:
-                return self._run(run, args, kwargs)
+                undisturbed = NOTHING if processes is None else processes.undisturbed
+                return self._run(run, args, kwargs, undisturbed)
             except BaseException as error:
                 if processes is not None:
                     processes.tell(error)
@@ -104,22 +105,32 @@ class TracedForward(Frontend):
         """The forward without a pipeline."""
         return self._own_forward or MethodType(type(self._module).forward, self._module)
 
-    def _run(self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any], undisturbed: Manager
+    ) -> Any:
         kind, tensors = CallKind.of(args, kwargs)
-        program = self._programs.find(kind)
         if _has_any_global_hook():
             self._warn_once(
                 "hooks on all modules run with the layers of a traced forward only, and with none "
                 f"of the modules that hold them: {self._name} has been traced. Register hooks on "
                 "the modules that they are for."
             )
+        program = self._programs.find(kind)
         if program is None:
-            check_constants(args, kwargs, tensors)
-            graph = self._trace(kind)
-            program = lower(graph, self._stage_modules)
-            assumed = AssumedAttributes(self._module, graph.whole, graph.reads)
-            self._programs.add(kind, program, assumed, self._stage_modules.own.shared)
+            with undisturbed:
+                program = self._programs.find(kind) or self._traced(kind, args, kwargs, tensors)
         return program(run, tensors)
+
+    def _traced(
+        self, kind: CallKind, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> LoweredProgram:
+        """Return the program of a new kind of call."""
+        check_constants(args, kwargs, tensors)
+        graph = self._trace(kind)
+        program = lower(graph, self._stage_modules)
+        assumed = AssumedAttributes(self._module, graph.whole, graph.reads)
+        self._programs.add(kind, program, assumed, self._stage_modules.own.shared)
+        return program
 
     def _trace(self, kind: CallKind) -> CallGraph:
         graph = rename(trace(self._module, self._forward, kind))

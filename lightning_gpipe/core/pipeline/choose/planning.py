@@ -99,8 +99,8 @@ def _with_plan(
     by_time = balances[0] == "time"
     balance = None if by_time else balances_for(measuring, balances, around)[0]
     places = [Place(memory=_USABLE * memory_of(device)) for device in measuring.devices]
-    n = len(balance or places)
-    plan = plan_measured(measuring, places, requested, n, n, balance, around)
+    stages = len(balance or places)
+    plan = plan_measured(measuring, places, requested, stages, balance, around)
     settings, sizes = plan.settings, plan.prediction.rows
     measuring.done = [replace(plan.prediction.profile, rows=max(sizes), chunks=len(sizes))]
     return Resolved(
@@ -165,37 +165,35 @@ def plan(
     places = [Place()] * devices if isinstance(devices, int) else list(devices)
     if not places:
         raise ValueError(f"devices must be one at least: got {devices!r}. Write devices=2.")
-    n = len(places)
     measuring = LayerMeasurement.of_model(
         model,
         module,
         sample,
-        [torch.device(device)] * n,
+        [torch.device(device)] * len(places),
         microbatching=microbatching,
         optimizer=optimizer,
         split=True,
     )
     if balance is not None:
         balance = measuring.modules[0].frontend.in_units(balance)
-    return plan_measured(measuring, places, requested, n, stages, balance, around)
+    return plan_measured(measuring, places, requested, stages, balance, around)
 
 
 def plan_measured(
     measuring: LayerMeasurement,
     places: Sequence[Place],
     requested: Requested,
-    n: int,
     stages: int | None,
     balance: Sequence[int] | None,
     around: Around,
     per_second: float | None = None,
 ) -> Plan:
-    """Measure the layers, for up to ``n`` stages, and plan what is not requested.
+    """Measure the layers, for up to one stage per place or those of the balance, and plan the rest.
 
     Operations that are counted become seconds by the number ``per_second``.
     """
     chunks, mode, schedule, split = requested
-    m = None if chunks == AUTO else chunks
+    m, n = None if chunks == AUTO else chunks, len(balance or places)
     profiles = _profiles(measuring, m, n)
     if per_second is not None:
         profiles = [profile.in_seconds(per_second) for profile in profiles]

@@ -63,16 +63,20 @@ def run_backward(
 
 
 def gradients_of(
-    leaves: Sequence[Tensor], roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
+    leaves: Sequence[Tensor],
+    roots: Sequence[Root | None],
+    gradients: Sequence[Tensor | None],
+    *,
+    keep: bool = True,
 ) -> list[Tensor | None]:
     """Run backward, and return the gradients of ``leaves`` instead of accumulating them.
 
-    The graph is kept for other backwards.
+    ``keep`` the graph for other backwards.
     """
     starts, values = with_gradients(roots, gradients)
     if not starts or not leaves:
         return [None] * len(leaves)
-    return list(run_backward_to(leaves, starts, values, accumulate=False))
+    return list(run_backward_to(leaves, starts, values, keep=keep, accumulate=False))
 
 
 def asking_for(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> None:

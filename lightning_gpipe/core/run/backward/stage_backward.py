@@ -26,7 +26,7 @@ from lightning_gpipe.core.run.backward.roots import (
 from lightning_gpipe.core.run.backward.split import Splits
 from lightning_gpipe.core.run.backward.split_backward import SplitBackward
 from lightning_gpipe.core.run.backward.sums import add_gradient
-from lightning_gpipe.core.run.guards.lost_gradients import explain_second_backward
+from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
 
 _SEARCHES = 2  # the second, for what the first left
 
@@ -85,7 +85,7 @@ class StageBackward:
                     return
             run_backward(roots, gradients)
         except RuntimeError as error:
-            explain_second_backward(error)
+            refuse_second_backward(error)
             raise
 
     def _run_to_captured(
@@ -107,7 +107,7 @@ class StageBackward:
         try:
             backward.run_weights()
         except RuntimeError as error:
-            explain_second_backward(error)
+            refuse_second_backward(error)
             raise
 
     def kept_for_weights(self, i: int) -> list[Tensor]:

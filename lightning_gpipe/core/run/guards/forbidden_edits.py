@@ -54,6 +54,18 @@ def check_edits(stage: Stage, shadows: Shadows) -> None:
         )
 
 
+def check_late_edit(error: RuntimeError, stage: Stage) -> None:
+    """Raise instead of autograd's error if a tensor was edited that a backward needs."""
+    if "modified by an inplace operation" in str(error):
+        raise RuntimeError(
+            "a layer must not edit in forward what the backward of an earlier micro-batch needs: "
+            f"got an edit in {stage}, such as that of a frozen encoder that follows another one, "
+            "and gradients that pass through it. Write activation_checkpointing='always', which "
+            "keeps the values of each micro-batch, call the encoder under torch.no_grad(), or edit "
+            "it after the optimizer step."
+        ) from error
+
+
 def check_unchanged(
     stage: Stage,
     shadows: Shadows,

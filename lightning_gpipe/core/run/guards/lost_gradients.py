@@ -19,14 +19,17 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from lightning_gpipe.core.faithful import Shadows, add_note
+from lightning_gpipe.core.faithful import Shadows
 from lightning_gpipe.core.layout import attributes_in
 from lightning_gpipe.core.run.backward.roots import leaves_behind, root_of
 from lightning_gpipe.core.run.stage import Stage
 
 _DEEPEST = 4  # containers in containers, in which tensors are searched for
+_SECOND = "one backward must go through what layers compute for a micro-batch"
 _INSTEAD = "compute it in each forward, or keep it without its graph: value.detach()."
 
 
@@ -52,6 +55,18 @@ class LostGradients:
         """Raise RuntimeError if a leaf has a gradient that nobody will take."""
         self.check_shadows()
         self.check_inputs([reference() for reference in self._inputs])
+
+    def check_graph(self) -> None:
+        """Raise RuntimeError if the backward that is running goes to these leaves by itself.
+
+        It may free a graph before the stage's own backward, or need what that has freed.
+        """
+        for reference, parameter in self._leaves():
+            leaf = reference()
+            if leaf is not None and leaf.requires_grad:
+                node = get_gradient_edge(leaf).node
+                if torch._C._will_engine_execute_node(node):
+                    _refuse(self._stage, parameter, leaf)
 
     def check_shadows(self) -> None:
         """Raise RuntimeError if a shadow has a gradient that the backward has not taken."""
@@ -148,19 +163,19 @@ def _watches(
     return chain.from_iterable(watches for _, watches in forwards)
 
 
-def explain_second_backward(error: RuntimeError) -> None:
-    """Add a note to autograd's error about a second backward through a graph that is freed."""
-    if "second time" in str(error):
-        add_note(
-            error,
-            "A tensor that a layer has kept aside, in an attribute or through a hook, shares a "
-            "graph with the pipeline's output, and both are in the loss. Let the layer return it "
-            "as a part of its output, or hand it out with loss_term(name, value). Or a layer uses "
-            "a tensor without being given it, which did not require a gradient in the first "
-            "mini-batch: pass it with the input, marked by whole(tensor). Or a layer computes a "
-            "tensor from its parameters, keeps it, and uses it for several micro-batches, which it "
-            "did not do in the first ones: let it compute the tensor in each forward.",
-        )
+def refuse_second_backward(error: RuntimeError) -> None:
+    """Raise an error that explains autograd's about a second backward through a freed graph."""
+    if "a second time" in str(error) and not str(error).startswith(_SECOND):
+        raise RuntimeError(
+            f"{_SECOND}: autograd would go through it a second time. If a tensor that a layer has "
+            "kept aside, in an attribute or through a hook, is in the loss beside the output, let "
+            "the layer return it, or hand it out with loss_term(name, value). If a layer uses a "
+            "tensor without being given it, which did not require a gradient in the first "
+            "mini-batches, pass it with the input, marked by whole(tensor). If a layer keeps a "
+            "tensor computed from its parameters for several micro-batches, which it did not in "
+            "the first ones, let it compute the tensor in each forward. If the loss itself goes "
+            "through backward twice, add the losses up before."
+        ) from error
 
 
 def _refuse(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor) -> NoReturn:

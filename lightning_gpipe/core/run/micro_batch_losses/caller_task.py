@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +10,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import NOTHING, Context, add_note
+from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.caller import Caller, devices_of
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.observe.timeline import Timeline
@@ -30,23 +32,26 @@ def first_call(code: UserStep, timeline: Timeline) -> Call | None:
 class CallerTask(RowTask):
     """The caller's row, which runs while the workers run theirs.
 
-    ``first`` is its call for the first micro-batch, at which it is suspended already.
+    ``first`` is its call for the first micro-batch, at which it is suspended already. Micro-batches
+    may have other programs, as where a mask is made of those with padding only: ``set_program`` is
+    called with the index of such a micro-batch, and its program.
     """
 
     def __init__(
         self,
         timeline: Timeline,
         code: UserStep,
-        caller: Caller,
         exchange: Exchange,
         context: Context,
         first: Call,
+        set_program: Callable[[int, Program], None],
     ) -> None:
         super().__init__(timeline.schedule.caller, exchange, context)
         self._run = timeline.run_by_caller
         self._code = code
-        self._caller = caller
         self._first = first
+        self._set_program = set_program
+        self._callers: dict[int, Caller] = {}
         self._input_devices: dict[int, FlatTree] = {}
 
     @override
@@ -62,32 +67,26 @@ class CallerTask(RowTask):
         call = self._run(action, self._code.prepare, i) if i else self._first
         if call is None:
             raise call_missing(f"one for micro-batch 0, and none for micro-batch {i}")
-        if i and call.program.fingerprint != self._first.program.fingerprint:
-            raise RuntimeError(
-                "training_step must run the same layers for each micro-batch: it ran others for "
-                f"micro-batch {i} than for micro-batch 0. schedule='fill_drain' gives it the whole "
-                "batch."
-            )
+        if call.program is not self._first.program:
+            self._set_program(i, call.program)
         self._input_devices[i] = devices_of(call.inputs)
-        for to, value, route in self._caller.input(i, call.inputs):
+        self._callers[i] = Caller(call.program)
+        for to, value, route in self._callers[i].input(i, call.inputs):
             self._exchange.send(to, value, route)
         if not i:
             self._first = Call(FlatTree([]), call.program)  # its tensors are not held here
 
     def _finish(self, action: Action) -> None:
-        i = action.i
-        outputs = self._caller.output(self._exchange, i)
-        gradients = self._run(action, self._code.finish, i, outputs, self._presented)
-        for to, value, route in self._caller.output_gradient(i, gradients):
+        i, caller = action.i, self._callers[action.i]
+        outputs = caller.output(self._exchange, i)
+        gradients = self._run(action, self._code.finish, i, outputs, caller.presented)
+        for to, value, route in caller.output_gradient(i, gradients):
             self._exchange.send(to, value, route)
-
-    def _presented(self, outputs: FlatTree) -> FlatTree:
-        [[output], _] = self._caller.split([outputs])
-        return output
 
     def _go_back(self, action: Action) -> None:
         i = action.i
-        gradients = self._caller.input_gradient(self._exchange, self._input_devices.pop(i), i)
+        caller = self._callers.pop(i)
+        gradients = caller.input_gradient(self._exchange, self._input_devices.pop(i), i)
         self._run(action, self._code.go_back, i, gradients)
 
     @override

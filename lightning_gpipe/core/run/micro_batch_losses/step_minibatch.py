@@ -13,16 +13,16 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lightning_gpipe.core.data import Division
-from lightning_gpipe.core.faithful import Context, SharedGenerators, ThreadState
+from lightning_gpipe.core.faithful import Context, SharedGenerators, ThreadState, together
+from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.backward.sums import sum_gradients
-from lightning_gpipe.core.run.caller import Caller
 from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     CallerTask,
     call_missing,
     first_call,
 )
 from lightning_gpipe.core.run.micro_batch_losses.losses import with_known_gradients
-from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
+from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
@@ -39,7 +39,7 @@ class StepMiniBatch(MiniBatchRun):
         equipment: Equipment,
         schedule: Schedule,
         code: UserStep,
-        outside: OutsideParameters,
+        outside: OutsideGradients,
         context: Context,
         *,
         execution: Execution,
@@ -49,6 +49,7 @@ class StepMiniBatch(MiniBatchRun):
         self._code = code
         self._outside = outside
         self._context = context
+        self.by_caller = code.is_current
         self._division = division
         # The code draws where its thread is, and on the device of what is around the stages.
         self.shared = self.shared and self.shared | {equipment.layout.outside}
@@ -84,41 +85,27 @@ class StepMiniBatch(MiniBatchRun):
     def _loss(self) -> Tensor:
         """The loss with all gradients."""
         pairs = [pair for _, pairs in self.take_gradients() for pair in pairs]
-        around = self._outside.take_gradients()
-        pairs += around + self._foreign_gradients({id(parameter) for parameter, _ in around})
+        pairs += self._outside_gradients()
         leaves = list({id(leaf): leaf for leaf, _ in pairs}.values())
         gradients = sum_gradients(pairs, leaves)
         value, seed = self._code.losses.total()
         known = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
         return with_known_gradients(value, known, seed, self.streams)
 
-    def _foreign_gradients(self, counted: set[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return gradients of other leaves that the code used, with parameters for shadows.
+    def _outside_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the gradients that do not come from stages, with parameters for shadows.
 
-        ``counted`` has the ids of parameters that it used in modules around the stages.
+        The code meets shadows in the graphs of what layers have kept.
         """
-        foreign = self._outside.foreign
+        pairs = self._outside.take_gradients()
+        for stage_pass in self.passes:
+            stage_pass.lost_gradients.check_inputs_captured({id(leaf) for leaf, _ in pairs})
         owner_of = {
-            id(shadow): (stage_pass.stage, parameter)
+            id(shadow): parameter
             for stage_pass in self.passes
             for parameter, shadow in stage_pass.shadows.pairs
         }
-        for stage_pass in self.passes:
-            stage_pass.lost_gradients.check_inputs_captured(foreign.keys())
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for key, (leaf, gradient) in foreign.items():
-            if key in owner_of:
-                stage, leaf = owner_of[key]
-                if id(leaf) in counted:
-                    raise RuntimeError(
-                        "training_step must not use all parameters, as for a penalty on the "
-                        "weights, where several modules share one: "
-                        f"{stage.name_of(leaf)} of {stage} would count once for each. Give the "
-                        "optimizer weight_decay, or write schedule='fill_drain'."
-                    )
-                counted.add(id(leaf))
-            pairs.append((leaf, gradient))
-        return pairs
+        return [(owner_of.get(id(leaf), leaf), gradient) for leaf, gradient in pairs]
 
     def _run_step(self, generators: SharedGenerators | None) -> None:
         """Run the phase, with private generators in the place of shared ones if any."""
@@ -127,12 +114,13 @@ class StepMiniBatch(MiniBatchRun):
         if generators is not None:
             code.drawing = generators.private(_CODE, grad=True).drawing
         try:
-            with self._outside.entered():
+            with self._outside.without_hooks():
                 first = first_call(code, self.timeline)
                 if first is None:
                     self._run_without_pipeline()
                 else:
                     self._run_pipeline(first, generators)
+                self._outside.check()
         finally:  # Ctrl-C interrupts this thread, also just before a `with` block exits
             self._outside.undo()
             if self.inline:
@@ -148,13 +136,19 @@ class StepMiniBatch(MiniBatchRun):
                 raise call_missing(f"none for micro-batch 0, and one for micro-batch {i}")
             code.skip(i)
 
+    def _set_program(self, i: int, program: Program) -> None:
+        for stage_pass in self.passes:
+            stage_pass.set_program(i, program)
+
     def _run_pipeline(self, first: Call, generators: SharedGenerators | None) -> None:
         self.begin_work(first.program, first.inputs, self._division)
         self.begin_passes(generators)
         self.begin_backward(generators)
         exchange = self.transport.open(self.schedule.phase(0))
         tasks = self.tasks(exchange, self._context.without_autocast(), forward=self._context)
-        caller = Caller(first.program)
-        caller_task = CallerTask(self.timeline, self._code, caller, exchange, self._context, first)
+        self._code.undisturbed = together([task.using for task in tasks])
+        caller_task = CallerTask(
+            self.timeline, self._code, exchange, self._context, first, self._set_program
+        )
         self.transport.run(exchange, tasks, caller_task)
         exchange.settle()

@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, map_tensors
-from lightning_gpipe.core.faithful import Context, Manager, ThreadState, add_note, together
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Context,
+    Manager,
+    ThreadState,
+    add_note,
+    together,
+)
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.autograd_node import StepOutputs
 from lightning_gpipe.core.run.backward.roots import (
@@ -32,9 +39,10 @@ from lightning_gpipe.core.run.backward.roots import (
     root_of,
 )
 from lightning_gpipe.core.run.backward.sums import Gradients
+from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import Coroutine
 from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
-from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
+from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 
 Function = Callable[[int], Any]  # runs the caller's code for a micro-batch, and returns its result
 
@@ -62,6 +70,7 @@ class UserStep:
         drawing: Makes the context manager in which it draws random numbers for a micro-batch.
         watched: Makes context managers around it, which record its draws.
         running: The micro-batch for which it runs now; None while it is suspended.
+        undisturbed: A ``with`` block in which no worker uses the modules.
     """
 
     def __init__(
@@ -70,7 +79,8 @@ class UserStep:
         m: int,
         losses: Losses,
         context: Context,
-        outside: OutsideParameters,
+        outside: OutsideGradients,
+        values: ValuesOnLayers,
     ) -> None:
         self.m = m
         self.losses = losses
@@ -79,18 +89,19 @@ class UserStep:
         self._context = context
         self._backward_context = context.without_autocast()  # which is for forwards
         self._outside = outside
+        self._values = values
         self.drawing: Callable[[int], Manager] | None = None
         self.watched: Callable[[], list[Manager]] = list
         self._managers: dict[int, Manager] = {}
         self._coroutines: dict[int, Coroutine] = {}
         self._called: set[int] = set()
         self.running: int | None = None
+        self.undisturbed: Manager = NOTHING
         self._state = ThreadState.capture()
         self._before: dict[int, _GraphBefore] = {}
 
-    @property
-    def current(self) -> bool:
-        """True if the calling code is the caller's code."""
+    def is_current(self) -> bool:
+        """Return whether the calling code is the caller's code."""
         i = self.running
         return i is not None and self._coroutines[i].current
 
@@ -111,6 +122,8 @@ class UserStep:
     def prepare(self, i: int) -> Call | None:
         """Run it for micro-batch ``i`` up to its call; None if it returned without one."""
         since = now()
+        if not i:
+            self._values.begin()
         coroutine = self._coroutines[i] = Coroutine(partial(self._function, i))
         call = self._resume(i)
         if coroutine.ended:
@@ -118,7 +131,8 @@ class UserStep:
             return None
         assert isinstance(call, Call), "it was suspended by its call"
         roots = [root_of(leaf) for leaf in call.inputs.leaves]
-        nodes = frozenset(graph_behind(roots)[1])
+        kept = map(root_of, self._values.at_call(i))  # which stages use, too
+        nodes = frozenset(graph_behind([*roots, *kept])[1])
         self._before[i] = _GraphBefore(roots, nodes, since)
         return call
 
@@ -133,7 +147,11 @@ class UserStep:
             The gradients of the leaves of the outputs; none if there are none.
         """
         step_outputs = StepOutputs(outputs)
-        result = self._resume(i, presented(step_outputs.outputs))
+        try:
+            result = self._resume(i, presented(step_outputs.outputs))
+        except RuntimeError as error:
+            _refuse_gradient_through_pipeline(error)
+            raise
         loss_and_seed = self.losses.add(i, result)
         self.results[i] = self._end(i, result)
         del result
@@ -147,8 +165,7 @@ class UserStep:
             shared = not before.nodes.isdisjoint(nodes)
             return shared or any_saved_before(nodes, before.since)
 
-        ends = () if step_outputs.anchor is None else (step_outputs.anchor,)
-        self._run_backward(i, [root_of(loss)], [seed], ends=ends, keep=keep)
+        self._run_backward(i, [root_of(loss)], [seed], end=step_outputs.anchor, keep=keep)
         return step_outputs.take_gradients()
 
     def skip(self, i: int) -> None:
@@ -177,6 +194,7 @@ class UserStep:
                 if error is None:
                     raise
                 add_note(error, f"while training_step was ended: {type(raised).__name__}: {raised}")
+        self._values.end()
         self._coroutines.clear()
         self._before.clear()
         self._managers.clear()
@@ -218,3 +236,14 @@ class UserStep:
             "is suspended there. Leave the `with` block before the call, or write "
             "schedule='fill_drain'."
         )
+
+
+def _refuse_gradient_through_pipeline(error: RuntimeError) -> None:
+    """Raise a clear error for autograd's, which finds no way from the outputs to the inputs."""
+    if "not have been used in the graph" in str(error):
+        raise RuntimeError(
+            "torch.autograd.grad in training_step must not go through the pipeline, with a loss "
+            "for each micro-batch: got a tensor that the differentiated one does not depend on, or "
+            "only through the pipeline. For a gradient penalty or a Jacobian, run the layers "
+            "one by one: for layer in self.layers: x = layer(x)."
+        ) from error

@@ -15,7 +15,6 @@ thread is faster. Only between these bounds both run in turns.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -47,25 +46,20 @@ class Bounds:
         again: The mini-batches after which the comparison begins again.
         kinds: The most kinds of mini-batches that are told apart.
         clear: A ratio of two times that is no accident.
-        starved: The ratio of the threads' time to that of the schedule from which they starve.
         heavy: The multiplications from which the first mini-batch runs on threads.
         large: The time from which threads are faster, unless something keeps them from computing.
         small: The time up to which one thread is faster: to wake another one takes as long.
         overhead: The most that threads compute more than one thread does.
-        little: The time up to which the schedule allows no prediction: a message between processes
-            takes 0.3e-3.
     """
 
     rounds: int = 3
     again: int = 1000
     kinds: int = 16
     clear: float = 1.2
-    starved: float = 1.5
     heavy: float = 1e6
     large: float = 1e-3
     small: float = 1e-4
     overhead: float = 1e-4
-    little: float = 1e-3
 
 
 class RunTimes(NamedTuple):
@@ -74,18 +68,13 @@ class RunTimes(NamedTuple):
     Attributes:
         threads: The time with a thread for each worker.
         inline: The time with one thread for all of them.
-        allowed: The time by the schedule, if threads never waited for one another; None on GPUs,
-            whose threads do not compute themselves, and where there is little to compute.
         clear: True if mini-batches of the faster way were enough, so that the other time is a
             guess.
-        starved: True if threads take much longer than the schedule allows: they wait for a lock.
     """
 
     threads: float
     inline: float
-    allowed: float | None = None
     clear: bool = False
-    starved: bool = False
 
     @property
     def faster(self) -> bool:
@@ -131,14 +120,10 @@ class ThreadsOrInline:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.times: RunTimes | None = None
-        devices = list(devices)
         self._gpus = [device for device in devices if device.type == "cuda"]
-        self._parallelism = min(len(devices), os.cpu_count() or 1)
         self._comparisons: OrderedDict[Hashable, RunnerComparison] = OrderedDict()
 
-    def next(
-        self, kind: Hashable, phases: int, pairs: int, work: float, bubble: float | None = None
-    ) -> Execution:
+    def next(self, kind: Hashable, phases: int, pairs: int, work: float) -> Execution:
         """Return the way of the next mini-batch.
 
         Args:
@@ -146,16 +131,13 @@ class ThreadsOrInline:
             phases: The number of its phases.
             pairs: The number of stages times that of micro-batches.
             work: The least number of multiplications of a micro-batch on a stage.
-            bubble: The share of time in which a worker is idle by the schedule; None if threads
-                are not compared with it.
         """
         if self._gpus:  # they compute by themselves, so that the processor's time tells nothing
-            pairs, bubble = 0, None
-        speed_up = 0.0 if bubble is None else self._parallelism * (1 - bubble)
+            pairs = 0
         comparison = self._comparisons.pop(kind, None)
         if comparison is None:
             first = INLINE if pairs and work < self.bounds.heavy else THREADS
-            comparison = RunnerComparison(pairs, speed_up, first, self.bounds)
+            comparison = RunnerComparison(pairs, first, self.bounds)
         self._comparisons[kind] = comparison
         if len(self._comparisons) > self.bounds.kinds:
             self._comparisons.popitem(last=False)
@@ -174,7 +156,6 @@ class RunnerComparison:
     Args:
         pairs: The number of stages times that of micro-batches; 0 where the processor's time does
             not tell how long one thread would take.
-        speed_up: The speed-up that the schedule allows threads; 0 if that is not known.
         first: The way of the first mini-batch.
         bounds: When the comparison is over.
 
@@ -185,13 +166,11 @@ class RunnerComparison:
     def __init__(
         self,
         pairs: int = 0,
-        speed_up: float = 0.0,
         first: bool = THREADS,
         bounds: Bounds = ThreadsOrInline.bounds,
     ) -> None:
         self.times: RunTimes | None = None
         self._pairs = pairs
-        self._speed_up = speed_up
         self._bounds = bounds
         self._begin(first)
 
@@ -244,13 +223,10 @@ class RunnerComparison:
         bounds = self._bounds
         # Other work of the machine makes some mini-batches longer, and none shorter.
         many, one = min(threads), min(inline)
-        predictable = self._speed_up and one > self._pairs * bounds.little
-        allowed = one / self._speed_up if predictable else None
-        starved = allowed is not None and many > bounds.starved * allowed
         warm = len(inline) > (self._first is INLINE)
         clear = warm and self._steady and one > bounds.clear * many
         enough = clear or min(len(threads), len(inline)) >= bounds.rounds
-        return RunTimes(many, one, allowed, starved=starved) if enough else None
+        return RunTimes(many, one) if enough else None
 
 
 @dataclass

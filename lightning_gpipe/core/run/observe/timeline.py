@@ -14,25 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run.observe.clocks import Clock, HostClock, Timestamp
-from lightning_gpipe.core.schedules import Action, Kind, Schedule
+from lightning_gpipe.core.schedules import Action, Kind, Schedule, Span
 
 _T = TypeVar("_T")
-
-
-class Span(NamedTuple):
-    """One action as it ran; times in seconds of ``time.perf_counter``.
-
-    The number of workers stands for the caller in the place of a worker.
-    """
-
-    worker: int
-    action: Action
-    start: float
-    end: float
 
 
 class Timeline:
@@ -83,7 +71,10 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """All actions of workers so far, sorted by start; on CUDA, waits for the devices."""
+        """All actions of workers so far, sorted by start; on CUDA, waits for the devices.
+
+        Times are in seconds of ``time.perf_counter``.
+        """
         return self._read(self.clocks)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
@@ -73,11 +74,11 @@ class ProcessGroupExchange(LocalExchange):
             if owner == layout.rank:
                 super().send(to, value, skip)
             elif 0 <= sender(to, skip) < layout.n:
-                self._links.post(owner, self._header_now(), self._mail(to, value, skip))
+                self._links.post([owner], self._header_now(), self._mail(to, value, skip))
         elif self._awaited is None or to in self._awaited:
             super().send(to, value, skip)
-            mail = self._mail(to, value, skip)
-            self._links.broadcast(self._header_now(), mail, hold=self._holds)
+            mail, others = self._mail(to, value, skip), [link.rank for link in self._links]
+            self._links.post(others, self._header_now(), mail, hold=self._holds)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -140,7 +141,9 @@ class ProcessGroupExchange(LocalExchange):
         self.cancel()
 
     def _mail(self, to: Action, value: FlatTree, route: Route | None) -> Mail:
-        return Mail(to, route if route is None else self._numbers.get(route, route), value)
+        number = route if route is None else self._numbers.get(route, route)
+        on_device = [isinstance(x, Tensor) and x.device.type != "cpu" for x in value.leaves]
+        return Mail(to, number, value, on_device)
 
     def _moved(self, mail: Mail) -> Parcel:
         """Copy the tensors of a value that go to the device of its stage."""

@@ -65,7 +65,7 @@ def test_blocks_that_are_frozen(frozen: list[int]):
         assert_same_step(model, plain, states())
 
 
-def test_kind_of_a_block_is_of_its_class_and_its_flags_as_they_are_now():
+def test_kind_of_a_block_is_of_its_classes_and_its_flags_as_they_are_now():
     def block(index: int) -> Block:
         module: Any = nn.Linear(2, 2)
         module.index, module.cached, module.name = index, None, "a"

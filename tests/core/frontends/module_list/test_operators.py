@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_gpipe.core.pipeline import GPipe
 from tests.support.loops import LENGTH, WIDTH, Around, looped, states
 from tests.support.models import assert_same_step
 
@@ -214,6 +215,10 @@ def test_autograd_function_between_blocks_is_refused_if_there_are_gradients():
         model(states())
 
 
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)
+
+
 ACROSS_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "mean": lambda x: x - x.mean(0),
     "norm": lambda x: x / x.norm(dim=0, keepdim=True),
@@ -229,6 +234,8 @@ ACROSS_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "max": lambda x: x - x[:, :1, :1].max(),
     "cdist": lambda x: torch.cdist(x[:, 0], x[:, 0]).sum(1)[:, None, None] * x,
     "transposed": lambda x: x.transpose(0, 1).sort(1).values.transpose(0, 1),
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=0),
+    "attention": lambda x: attention(x.transpose(0, 1)).transpose(0, 1),
     "ones": lambda x: x + torch.ones(2, x.flatten(1).size(0)) @ x.flatten(1),
 }
 
@@ -236,7 +243,10 @@ ACROSS_ROWS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("name", ACROSS_ROWS)
 def test_operator_across_rows_is_refused(name: str, alike: bool):
-    """It ran on the rows of each micro-batch: another result, without a word."""
+    """It ran on the rows of each micro-batch: another result, without a word.
+
+    What draws random numbers was not tried on other rows at all.
+    """
     model = Around(at(2, ACROSS_ROWS[name]))
     x = states(ROWS)[:1].expand(ROWS, -1, -1) * 0 if alike else states(ROWS)
     with looped(model), pytest.raises(RuntimeError, match=r"test_operators.py:\d+"):
@@ -285,7 +295,25 @@ def test_rows_in_another_dim_are_merged_there():
         assert_same_step(model, plain, states(4))
 
 
-def test_values_drawn_between_blocks():
-    model = Around(at(2, lambda x: F.dropout(x, 0.5)))
-    with looped(model):
-        assert model(states(ROWS)).shape == (ROWS, LENGTH, WIDTH)
+DRAWN: dict[str, Callable[[Tensor], Any]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "noise": lambda x: x + torch.randn_like(x),
+    "noise of rows": lambda x: x * torch.rand_like(x[:, :1]),
+    "moved": lambda x: F.dropout(x.transpose(0, 1), 0.5).transpose(0, 1) * 2,
+    "normal": lambda x: torch.normal(x, torch.ones_like(x)),
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_values_drawn_between_blocks(name: str):
+    model = GPipe(
+        Around(at(2, DRAWN[name])), [2, 2], module="blocks", devices=["cpu"] * 2, chunks=3
+    )
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(model(states(ROWS)))
+    model.close()
+    assert found[0].shape == (ROWS, LENGTH, WIDTH)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])

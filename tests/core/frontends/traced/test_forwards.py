@@ -491,3 +491,18 @@ def test_layer_called_in_a_function_mode_is_refused(tracing: Tracing) -> None:
 
     with pytest.raises(TypeError, match=r"calls a layer in a TorchFunctionMode.*forwards.py:\d+"):
         tracing(Model(run))(rows())
+
+
+class Doubling(nn.Linear):
+    """Has a ``__call__`` of its own around that of nn.Module."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(2 * x) + 1
+
+
+def test_layer_with_a_call_of_its_own(tracing: Tracing) -> None:
+    """It was traced through, and run once more in the stage."""
+    plain = Model(lambda model, x: model.b(model.a(x)))
+    plain.a = Doubling(WIDTH, WIDTH).double()
+
+    assert_same_run(tracing(plain, 2), plain, rows())

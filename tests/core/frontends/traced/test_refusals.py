@@ -1,7 +1,7 @@
 """Forwards that cannot be cut are refused with the user's line, or run as one layer.
 
-Here are also the tests of ``inplace_edits``, ``row_checks``, ``row_dims``, ``traced_attributes``
-and ``watching``.
+Here are also the tests of ``inplace_edits``, ``row_checks``, ``row_dims``, ``row_rules``,
+``row_trials``, ``traced_attributes``, ``traced_call`` and ``watching``.
 """
 
 from __future__ import annotations
@@ -416,6 +416,68 @@ def test_matrix_of_all_rows(tracing: Tracing, between: Callable[..., Any]) -> No
     """Each micro-batch had a matrix of its own rows: another result, without a word."""
     with pytest.raises(TypeError, match=r"test_refusals.py:\d+ computes with the matrix of all"):
         tracing(Model(between), 2)(rows())
+
+
+ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed from the end, mean": lambda x: x - x.transpose(-1, -2).mean(-1),
+    "mean from the end": lambda x: x - x.sum(1).mean(-1),
+    "softmax of one dim": lambda x: x * x[:, 0].softmax(-1)[:, None],
+    "rows moved to the end, sum": lambda x: x + x.unsqueeze(1).transpose(0, -1).sum(-1).t(),
+    "movedim": lambda x: x - x.movedim(0, 1).mean(1),
+    "movedim from the end": lambda x: x - x.movedim(-1, 0).mean(-1),
+    "mT": lambda x: x + x.mT.cumsum(-1).mT,
+    "diagonal": lambda x: x + x @ torch.ones(WIDTH, WIDTH).double() * x.diagonal().sum(),
+    "fft": lambda x: torch.fft.fft(x, dim=0).real,
+    "fft from the end": lambda x: x * torch.fft.fft(x[:, 0]).abs()[:, None],
+    "fft2": lambda x: torch.fft.fft2(x).real,
+    "fftn": lambda x: torch.fft.fftn(x[:, None]).real[:, 0],
+    "fftshift": lambda x: torch.fft.fftshift(x),
+    "trapezoid": lambda x: x + torch.trapezoid(x, dim=0),
+    "trapezoid from the end": lambda x: x + torch.trapezoid(x[:, 0]),
+    "pool over transposed rows": lambda x: x + F.avg_pool1d(x.transpose(-1, -2), 3, 1, 1).mT,
+    "rotated": lambda x: torch.rot90(x, 2),
+    "einsum without an arrow": lambda x: x * torch.einsum("ij,ij", x, x),
+    "einsum with dots": lambda x: x * torch.einsum("...i,...i->i", x, x),
+    "instance norm": lambda x: F.instance_norm(x.t()[None])[0].t(),
+    "group norm": lambda x: x + F.local_response_norm(x.t()[None, :, :, None], 2)[0, :, :, 0].t(),
+    "embedding bag": lambda x: (
+        x + F.embedding_bag(x.argmax(1), x.new_ones(WIDTH, WIDTH), x.argmax(0)[:1] * 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_rows_mixed_by_any_function(tracing: Tracing, name: str) -> None:
+    """Dims from the end, and functions that no rule tells of, let micro-batches count alone."""
+    model = Model(lambda model, x: ACROSS[name](x))
+
+    with pytest.raises(TypeError, match=r"across the rows .*test_refusals.py:\d+|over all rows"):
+        tracing(model, 2)(rows())
+
+
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: (
+        (x[:, :, None] @ x[:, :, None].transpose(-2, -1)).softmax(-1) @ x[:, :, None]
+    ).squeeze(-1),
+    "movedim": lambda x: x + x[:, :, None].movedim(1, -1).mean(1).movedim(-1, 1),
+    "moved and back": lambda x: x + x.movedim(0, 1).cumsum(0).movedim(1, 0),
+    "mT": lambda x: x + x[:, None].mT.cumsum(-2).mT.sum(-2),
+    "diagonal": lambda x: x + (x[:, :, None] * x[:, None]).diagonal(dim1=-2, dim2=-1),
+    "fft": lambda x: torch.fft.fft(x).real + torch.fft.fft2(x[:, None]).real[:, 0],
+    "trapezoid": lambda x: x + torch.trapezoid(x)[:, None],
+    "pool": lambda x: x + F.max_pool1d(x[:, None], 3, 1, 1)[:, 0],
+    "einsum": lambda x: x * torch.einsum("...i,ji->...j", x, x.new_ones(WIDTH, WIDTH)),
+    "rows last": lambda x: x + x.unsqueeze(1).transpose(0, -1).sum(0).t(),
+    "inserted": lambda x: x + x.unsqueeze(-2).squeeze(-2) + torch.stack([x, x], -1).sum(-1),
+    "pads": lambda x: F.pad(x, [1, 1])[:, 1:-1] + F.alpha_dropout(x, 0.5, training=False),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_apart_by_any_function(tracing: Tracing, name: str) -> None:
+    plain = Model(lambda model, x: APART[name](x))
+
+    assert_same_run(tracing(plain, 2), plain, rows())
 
 
 def matrices_of_rows(model: Model, x: Tensor) -> Tensor:

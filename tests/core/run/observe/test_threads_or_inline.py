@@ -10,7 +10,6 @@ from lightning_gpipe.core.run.observe.threads_or_inline import (
     THREADS,
     RunnerComparison,
     RunTimes,
-    Stopwatch,
     ThreadsOrInline,
 )
 from tests.support.faults import OwnError
@@ -33,7 +32,6 @@ def compare(
     *,
     computed: float = 0.0,
     pairs: int = 0,
-    speed_up: float = 0.0,
     begin: bool = THREADS,
 ) -> tuple[RunnerComparison, list[bool]]:
     """A comparison that has come to an end, and what it tried.
@@ -42,10 +40,9 @@ def compare(
         seconds: How long a mini-batch takes either way; with one thread it computes all the time.
         computed: How long the threads compute in it.
         pairs: The number of stages times that of micro-batches.
-        speed_up: What the schedule allows threads.
         begin: The way of the first one.
     """
-    made, tried = RunnerComparison(pairs, speed_up, begin), []
+    made, tried = RunnerComparison(pairs, begin), []
     while (way := made.next()) is not None:
         tried.append(way)
         made.add(way, seconds[way], seconds[INLINE] if way is INLINE else computed)
@@ -131,36 +128,6 @@ def test_mini_batches_that_were_held_up_do_not_decide(faster: bool) -> None:
 
     assert made.times is not None
     assert made.times.faster is faster
-
-
-def test_threads_that_take_longer_than_the_schedule_allows() -> None:
-    quick, starved, unknown = (
-        compare({THREADS: seconds, INLINE: 4.0}, speed_up=speed_up)[0].times
-        for seconds, speed_up in ((2.9, 2.0), (3.1, 2.0), (9.0, 0.0))
-    )
-
-    assert quick is not None and not quick.starved
-    assert starved is not None and starved.starved
-    assert unknown is not None and not unknown.starved
-
-
-@pytest.mark.parametrize(
-    "devices, pairs, allowed",
-    [(["cpu"] * 2, 5000, 4.0), (["cpu", "cuda:0"], 5000, None), (["cpu"] * 2, 7000, None)],
-)
-def test_what_the_schedule_allows(
-    devices: list[str], pairs: int, allowed: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    ways = ThreadsOrInline(map(torch.device, devices))
-    for _ in range(6):
-        way = ways.next("kind", 1, pairs, HEAVY, bubble=0.25)
-        assert isinstance(way.timed, Stopwatch)
-        way.timed.comparison.add(way.inline, 6.0 if way.inline else 6.1, 0.0)
-    ways.next("kind", 1, pairs, HEAVY, bubble=0.25)
-
-    assert ways.times is not None
-    assert ways.times.allowed == allowed
 
 
 @pytest.mark.parametrize("work, pairs, way", [(1e3, PAIRS, INLINE), (HEAVY, PAIRS, THREADS)])

@@ -49,9 +49,12 @@ from lightning_gpipe.core.layout import is_user_object
 _MOST_FLIPPED = 2  # arguments that get their other reading at a time, before all of them do
 
 # The rows on which an operator is tried, to see whether others beside them make a difference. None
-# of them is in all pairs, and none of these is in the order of all.
+# of them is in all pairs, and none of these is in the order of all. What draws random numbers draws
+# the same for each place, so that one row after the other is replaced by another one.
 _PROBED = 3
-_PROBES = (0, 1, 2), (1, 0), (2, 1), (0, 2)
+_ALL = (0, 1, 2)
+_PAIRS = (1, 0), (2, 1), (0, 2)
+_REPLACED = (1, 1, 2), (0, 2, 2), (0, 1, 0)
 
 Readings = Mapping[Path, Reading]
 
@@ -114,25 +117,28 @@ class Rehearsal:
         cuts = (x.leaf.cut for x in self._leaves.values() if isinstance(x, Placeholder))
         _, dim, inner = next(cuts, (None, 0, False))
         result = Result.of(trial.result, self.few, dim, inner)
-        if not (self.few is None or self.call.modules or trial.draws):
-            leaves = self._located(readings, result)
+        if not (self.few is None or self.call.modules):
+            leaves = self._located(readings, result, trial.draws)
             result = replace(result, leaves=leaves or result.leaves)
             trial = trial._replace(mixes=leaves is None)
         learned_readings = {path: readings[path] for path in unknown}
         return Knowledge(result, learned_readings, trial.filled_objects), trial
 
-    def _located(self, readings: Readings, result: Result) -> tuple[Any, ...] | None:
-        """Return the leaves of an operator's result with the dims of their rows.
+    def _located(self, readings: Readings, result: Result, draws: bool) -> tuple[Any, ...] | None:
+        """Return the leaves of a result with the dims of their rows.
 
-        Return None if it computes across rows, so that other rows beside them change its result.
+        Return None if the call computes across rows, so that other rows beside them change it.
         """
+        probes = _REPLACED if draws else _PAIRS
         try:
-            trials = [self._run(readings, _PROBED, probe) for probe in _PROBES]
+            trials = [self._run(readings, _PROBED, probe) for probe in (_ALL, *probes)]
         except Exception:
             return None
         columns = zip(*(tree_flatten(trial.result).leaves for trial in trials), strict=True)
-        leaves = tuple(map(_leaf_with_rows, result.leaves, columns))
-        return None if None in leaves else leaves
+        pairs = zip(result.leaves, columns, strict=True)
+        leaves = tuple(_leaf_with_rows(leaf, values, probes) for leaf, values in pairs)
+        lost = any(x is None for x, leaf in zip(leaves, result.leaves, strict=True) if leaf)
+        return None if lost else leaves
 
     def _sizes_beside_rows(self) -> frozenset[int]:
         leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
@@ -163,18 +169,26 @@ class Rehearsal:
         """Return True if only the other reading of an argument is right, though these run.
 
         Raises:
-            Doubt: If both run and make a difference.
+            Doubt: If both run and make a difference, and rows may depend on others with both or
+                neither.
         """
         # A block may count the rows of all its input together, as in `x.view(rows, -1, width)`. So
         # neither reading runs by chance, the number of rows is one that divides no such count.
         few = next(k for k in count(2) if max(self._leaves[path].numel(), 1) % k)
-        other = self._attempt(self._flipped(readings, [path]), few)
+        flipped = self._flipped(readings, [path])
+        other = self._attempt(flipped, few)
         if other is None:
             return False
         first = self._attempt(readings, few)
-        if first is not None and not equal(first.result, other.result):
+        if first is None or equal(first.result, other.result):
+            return first is None
+        result = Result.of(first.result, None)
+        by_rows, other_by_rows = (
+            self._located(way, result, first.draws) is not None for way in (readings, flipped)
+        )
+        if by_rows == other_by_rows:
             raise self._doubt([path])
-        return first is None
+        return other_by_rows
 
     def _attempt(self, readings: Readings, few: int | None = None) -> Trial | None:
         try:
@@ -216,7 +230,14 @@ class Rehearsal:
             state = RandomState.capture([device])
             leaves = self.arguments.leaves
             args, kwargs = self.arguments.with_leaves(copy_of(path, leaf) for path, leaf in leaves)
+            before = Arguments((args, kwargs))
             result = self.call.run(*args, **kwargs)
+            if not before.same_containers():
+                raise TypeError(
+                    "blocks must not change a list or dict that they are called with, since each "
+                    f"micro-batch gets its own: {self.call} changed one. Return the new values, "
+                    "and add them to it after the call."
+                )
             draws = bool(state.differences())
             changes = {path for path, (x, before) in copies.items() if fingerprint(x) != before}
             result = with_returned_arguments(result, [(path, copies[path][0]) for path in objects])
@@ -238,14 +259,16 @@ class Rehearsal:
             )
             return error
         cut = self._shapes_of(path for path, reading in readings.items() if reading != WHOLE)
+        hint = "A model whose sequence comes before its rows cannot be cut in a loop over blocks."
+        if any(reading and self._leaves[path].dim() == 1 for path, reading in readings.items()):
+            hint = "A single sample without rows needs a dim for them, as x[None] has."
         first_line = next(iter(str(error).splitlines()), "").rstrip(".")
         return ValueError(
             "the rows of what a block is called with must be in dim 0, so that it can be cut: "
             f"{self.call} runs on all {self.samples.rows} rows, and on {self.few} of them it "
             f"raises {type(error).__name__}: {first_line}. Cut was {cut}; whole was "
-            f"{whole or 'nothing'}. A model whose sequence comes before its rows cannot be cut in "
-            "a loop over blocks. If one of these tensors has no rows, write whole(tensor), from "
-            "lightning_gpipe."
+            f"{whole or 'nothing'}. {hint} If one of these tensors has no rows, write "
+            "whole(tensor), from lightning_gpipe."
         )
 
     def _doubt(self, paths: Sequence[Path]) -> Doubt:
@@ -270,19 +293,32 @@ def _with_different_rows(tensor: Tensor) -> Tensor:
     return tensor + (noise / 4).to(tensor)
 
 
-def _leaf_with_rows(leaf: Any, values: Sequence[Any]) -> TensorLeaf | None:
-    """Return a leaf with the dim of its rows, given its values for all rows of each probe."""
+def _leaf_with_rows(leaf: Any, values: Sequence[Any], probes: Sequence[Sequence[int]]) -> Any:
+    """Return a leaf with the dim of its rows, given its values for all rows and for each probe.
+
+    Return None if its rows depend on others.
+    """
     full, *others = values
-    if not isinstance(leaf, TensorLeaf) or all(same(full, x, close=True) for x in others):
-        return replace(leaf, reading=WHOLE) if isinstance(leaf, TensorLeaf) else leaf
+    if not isinstance(leaf, TensorLeaf):
+        return leaf
+    if all(same(full, x, close=True) for x in others):  # drawn values may depend on shapes only
+        return leaf if probes is _REPLACED else replace(leaf, reading=WHOLE)
     for dim, inner in product(range(full.dim()), (False, True)):
         cut = full.size(dim) // _PROBED, dim, inner
         if full.size(dim) % _PROBED == 0 and all(
-            same(few_of(full, cut, _PROBED, probe), x, close=True)
-            for probe, x in zip(_PROBES[1:], others, strict=True)
+            _has_rows(x, full, cut, probe) for x, probe in zip(others, probes, strict=True)
         ):
             return TensorLeaf(leaf.dtype, leaf.dims, *cut)
     return None
+
+
+def _has_rows(found: Tensor, full: Tensor, cut: Cut, probe: Sequence[int]) -> bool:
+    """Return whether the rows of a probe have the results that they have among all rows."""
+    if len(probe) < _PROBED:
+        return same(few_of(full, cut, _PROBED, probe), found, close=True)
+    kept = [k for k, row in enumerate(probe) if k == row]
+    some, others = (few_of(x, cut, _PROBED, kept) for x in (full, found))
+    return same(some, others, close=True)
 
 
 def _flips(paths: Sequence[Path]) -> Iterator[list[tuple[Path, ...]]]:

@@ -47,6 +47,12 @@ class Arguments:
         _collect(tree, (), self.leaves, nodes)
         self.structure = tuple(nodes)
 
+    def same_containers(self) -> bool:
+        """Return whether the containers hold now what they held then."""
+        now = Arguments(self.tree)
+        pairs = zip(self.leaves, now.leaves, strict=False)
+        return self.structure == now.structure and all(x is y for (_, x), (_, y) in pairs)
+
     @property
     def objects(self) -> list[tuple[Path, Any]]:
         """The leaves that are objects of a user's class, with their paths."""

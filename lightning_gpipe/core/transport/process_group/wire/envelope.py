@@ -5,7 +5,7 @@ size: next to that, copying some hundred kilobytes is little. So the bytes of sm
 the header, and only large ones by themselves, straight from their memory. The results of a run,
 which the others need at its end only, go together::
 
-    header | slot, size, body, small tensors | slot, size, body, small tensors | ...
+    header | size, body, small tensors | size, body, small tensors | ...
     large tensor
     large tensor
 
@@ -27,7 +27,7 @@ from lightning_gpipe.core.transport.process_group.wire.message import HEADER_SIZ
 FRAME = 1 << 21  # bytes
 LARGE = 1 << 19  # bytes; a larger tensor goes by itself
 
-_ITEM = struct.Struct("=qq")  # the slot of a body, and its size: 0 if it is remembered
+_SIZE = struct.Struct("=q")  # of a body
 
 
 class Envelope:
@@ -42,11 +42,11 @@ class Envelope:
         self._parts: list[bytes] = []
         self._size = 0
 
-    def add(self, slot: int, body: bytes, tensors: Sequence[Tensor]) -> None:
-        """Add a value: its body, empty if the receiver has it, and its tensors as bytes."""
+    def add(self, body: bytes, tensors: Sequence[Tensor]) -> None:
+        """Add a value: its body, and its tensors as bytes."""
         small = [tensor.numpy().tobytes() for tensor in tensors if not _is_large(tensor)]
-        self._parts += (_ITEM.pack(slot, len(body)), body, *small)
-        self._size += _ITEM.size + len(body) + sum(map(len, small))
+        self._parts += (_SIZE.pack(len(body)), body, *small)
+        self._size += _SIZE.size + len(body) + sum(map(len, small))
         self.large += filter(_is_large, tensors)
 
     @property
@@ -88,14 +88,11 @@ class Reader:
         self._receive = receive
         self._at = 0
 
-    def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Yield for each value the slot of its body, and the body if it came.
-
-        Then :meth:`fill` must read its tensors.
-        """
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the body of each value; then :meth:`fill` must read its tensors."""
         while self._at < len(self._content):
-            slot, size = _ITEM.unpack(self._next(_ITEM.size))
-            yield slot, bytes(self._next(size))
+            (size,) = _SIZE.unpack(self._next(_SIZE.size))
+            yield bytes(self._next(size))
 
     def fill(self, room: Tensor) -> None:
         """Write the bytes of the next tensor into ``room``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_gpipe.core.transport.process_group.abort import abort_gloo
-from lightning_gpipe.core.transport.process_group.wire.bodies import ReceivedBodies, SentBodies
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
     FRAME,
     Envelope,
@@ -27,13 +26,7 @@ from lightning_gpipe.core.transport.process_group.wire.envelope import (
     open_message,
     seal,
 )
-from lightning_gpipe.core.transport.process_group.wire.message import (
-    Header,
-    Mail,
-    MessageCode,
-    pack,
-    unpack,
-)
+from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
 _TAG, _TAG_AFTER = 7_300, 7_301  # of messages, and of the bytes that go after them
 # A process may pause for as long as it likes: the group's timeout is for its connection only.
@@ -76,8 +69,6 @@ class Link:
         self._on_message = on_message
         self._on_lost = on_lost
         self._lock = threading.RLock()  # the parts of a message must stay together
-        self._sent_bodies = SentBodies()
-        self._received_bodies = ReceivedBodies()  # outlive the thread, as the sender's do
         self._beats: deque[PendingSend] = deque()
         self._envelope = Envelope()  # the values that are held back
         self._envelope_header: Header | None = None  # None if the envelope is empty
@@ -100,15 +91,15 @@ class Link:
         """Receive nothing until :meth:`start`; called on the receiving thread, which returns."""
         self._rests = True
 
-    def post(self, header: Header, mail: Mail, *, hold: bool = False) -> list[PendingSend]:
+    def post(
+        self, header: Header, body: bytes, tensors: Sequence[Tensor], *, hold: bool = False
+    ) -> list[PendingSend]:
         """Send a header and a value; if ``hold``, with the next one or at :meth:`flush`."""
-        body, tensors = pack(mail)
         with self._lock:
             first = self._envelope_header
             same = first is None or (first.serial, first.label) == (header.serial, header.label)
             sends = [] if same else self.flush()
-            slot, content = self._sent_bodies.slot_for(body, header.label.pipeline)
-            self._envelope.add(slot, content, tensors)
+            self._envelope.add(body, tensors)
             self._envelope_header = header
             return sends if hold and not self._envelope.full else sends + self.flush()
 
@@ -189,9 +180,8 @@ class Link:
 
     def _receive_values(self, header: Header, content: memoryview) -> None:
         reader = Reader(content, self._receive_after)
-        for slot, encoded in reader:
-            body = self._received_bodies.body(slot, encoded)
-            self._deliver(self.rank, header, unpack(body, reader.fill))
+        for body in reader:
+            self._deliver(self.rank, header, Mail.decode(body, reader.fill))
 
 
 def _frame() -> Tensor:

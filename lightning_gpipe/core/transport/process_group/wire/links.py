@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -68,14 +68,11 @@ class Links:
         for link in self:
             link.start()
 
-    def post(self, rank: int, header: Header, mail: Mail, *, hold: bool = False) -> None:
-        """Send a value to another process, see :meth:`Link.post`."""
-        self._send(rank, partial(self._by_rank[rank].post, header, mail, hold=hold))
-
-    def broadcast(self, header: Header, mail: Mail, *, hold: bool = False) -> None:
-        """Send a value to all other processes, see :meth:`Link.post`."""
-        for rank in self._by_rank:
-            self.post(rank, header, mail, hold=hold)
+    def post(self, ranks: Iterable[int], header: Header, mail: Mail, *, hold: bool = False) -> None:
+        """Send a value to other processes, see :meth:`Link.post`."""
+        value = mail.encode()
+        for rank in ranks:
+            self._send(rank, partial(self._by_rank[rank].post, header, *value, hold=hold))
 
     def flush(self) -> None:
         """Send all values that were held back."""

@@ -1,8 +1,8 @@
 """Dense tensors as bytes, and any Python value with its tensors beside it.
 
 To pickle tensors would copy them three times. A pickler lets values be left out by number, so
-whatever object a batch is, the bytes of its tensors travel as they are, those of the same memory
-once.
+whatever object a value is, the bytes of its tensors travel as they are, those of the same memory
+once. A tensor without dense memory of its own, such as a sparse one, is pickled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import identity
+from lightning_gpipe.core.data import LEAF_SPEC, MARKS, identity
+
+_LEAF = "leaf"
 
 
 class DenseForm(NamedTuple):
@@ -26,9 +28,12 @@ class DenseForm(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     stored: tuple[int, ...]  # the size without the repetitions of an expanded tensor
-    requires_grad: bool
-    on_device: bool  # other than the host
-    marks: tuple[str, ...]  # their names
+
+
+# A tensor object that was left out: the number of its memory, its number among the objects of that
+# memory, its requires_grad, and the names of its marks. Objects of the same memory stay apart: each
+# has a gradient of its own, and the sum of these must be the same as without processes, to the bit.
+_Object = tuple[int, int, bool, tuple[str, ...]]
 
 
 def is_dense(value: Any) -> bool:
@@ -37,19 +42,16 @@ def is_dense(value: Any) -> bool:
     return plain and value.layout is torch.strided and not value.is_quantized
 
 
-def form_and_bytes(tensor: Tensor, marks: tuple[str, ...] = ()) -> tuple[DenseForm, Tensor]:
+def form_and_bytes(tensor: Tensor) -> tuple[DenseForm, Tensor]:
     """Return the form of a dense tensor, and its values as bytes on the host."""
-    size, requires_grad = tuple(tensor.shape), tensor.requires_grad
     value = tensor.detach().resolve_conj().resolve_neg()
     for dim, stride in enumerate(value.stride()):
         if stride == 0 and value.shape[dim] > 1:
             value = value.narrow(dim, 0, 1)
     if not _fills_its_memory(value):
         value = value.contiguous()
-    stored, order = tuple(value.shape), value.stride()
-    on_device = tensor.device.type != "cpu"
-    form = DenseForm(tensor.dtype, size, order, stored, requires_grad, on_device, marks)
-    return form, bytes_in(value.cpu() if on_device else value)
+    form = DenseForm(tensor.dtype, tuple(tensor.shape), value.stride(), tuple(value.shape))
+    return form, bytes_in(value.cpu() if tensor.device.type != "cpu" else value)
 
 
 def tensor_of(form: DenseForm, fill: Callable[[Tensor], object]) -> Tensor:
@@ -78,16 +80,56 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return all(stride == product for (stride, _), product in zip(dims, expected, strict=False))
 
 
+def pack(value: Any) -> tuple[bytes, list[Tensor]]:
+    """Return a value without its dense tensors, and the bytes of these.
+
+    A tensor that is there twice stays one tensor, and two with the same memory keep sharing it.
+
+    Raises:
+        TypeError: If the value has something that cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    packer = _Packer(buffer)
+    try:
+        packer.dump(value)
+        pickled = [None if is_dense(x) else pickle.dumps(_on_host(x)) for x in packer.tensors]
+    except Exception as error:
+        raise TypeError(
+            "values sent between processes must be tensors and values that can be pickled: got "
+            f"{type(error).__name__}: {error}. Make the value on the stage that needs it, or run "
+            "both stages in one process."
+        ) from error
+    forms: list[bytes | tuple[Any, ...]] = []
+    contents: list[Tensor] = []
+    for tensor, other in zip(packer.tensors, pickled, strict=True):
+        if other is None:
+            form, content = form_and_bytes(tensor)
+            forms.append(tuple(form))  # its class would take as long as all of it
+            contents.append(content)
+        else:
+            forms.append(other)
+    return pickle.dumps((forms, buffer.getvalue())), contents
+
+
+def unpack(body: bytes, fill: Callable[[Tensor], object]) -> Any:
+    """Return a value with its tensors on the host.
+
+    ``fill`` writes the bytes of the next tensor into its argument, unless there are none.
+    """
+    forms, value = pickle.loads(body)
+    tensors = [
+        pickle.loads(form) if isinstance(form, bytes) else tensor_of(DenseForm(*form), fill)
+        for form in forms
+    ]
+    return _Unpacker(io.BytesIO(value), tensors).load()
+
+
 def send_value(value: Any, send: Callable[[Tensor], object]) -> None:
     """Send a value without its dense tensors, and then the bytes of each that has any."""
-    body = io.BytesIO()
-    packer = _Packer(body)
-    packer.dump(value)
-    pairs = [form_and_bytes(tensor) for tensor in packer.tensors]
-    text = pickle.dumps(([form for form, _ in pairs], body.getvalue()))
-    send(torch.tensor(len(text)))
-    send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    for _, content in pairs:
+    body, contents = pack(value)
+    send(torch.tensor(len(body)))
+    send(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    for content in contents:
         if content.numel():
             send(content)
 
@@ -96,39 +138,57 @@ def receive_value(receive: Callable[[Tensor], object]) -> Any:
     """Return a value that was sent, with its tensors on the CPU."""
     size = torch.tensor(0)
     receive(size)
-    text = torch.empty(int(size), dtype=torch.uint8)
-    receive(text)
-    forms, body = pickle.loads(text.numpy().tobytes())
-    tensors = [tensor_of(form, receive).requires_grad_(form.requires_grad) for form in forms]
-    return _Unpacker(io.BytesIO(body), tensors).load()
+    body = torch.empty(int(size), dtype=torch.uint8)
+    receive(body)
+    return unpack(body.numpy().tobytes(), receive)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.cpu() if tensor.device.type != "cpu" else tensor
 
 
 class _Packer(pickle.Pickler):
-    """Leaves out dense tensors.
+    """Leaves out tensors, and names the object that must be the same one in the other process.
 
     Attributes:
-        tensors: The tensors that were left out.
+        tensors: The tensors that were left out, one for each memory.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self._numbers: dict[Hashable, int] = {}
+        self._aliases: list[dict[int, int]] = []  # for each number, by the ids of objects
 
-    def persistent_id(self, value: Any) -> int | None:
-        if not is_dense(value) or value.is_meta:
+    def persistent_id(self, value: Any) -> _Object | str | None:
+        if not isinstance(value, Tensor):
+            return _LEAF if value is LEAF_SPEC else None
+        if value.is_meta:
             return None
-        key = identity(value)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._numbers)
+        number = self._numbers.setdefault(identity(value), len(self.tensors))
+        if number == len(self.tensors):
             self.tensors.append(value)
-        return self._numbers[key]
+            self._aliases.append({})
+        aliases = self._aliases[number]
+        alias = aliases.setdefault(id(value), len(aliases))
+        marks = tuple(mark for mark in MARKS if hasattr(value, mark))
+        return number, alias, value.requires_grad, marks
 
 
 class _Unpacker(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._objects: dict[_Object, Tensor] = {}
 
-    def persistent_load(self, number: Any) -> Tensor:
-        return self._tensors[number]
+    def persistent_load(self, name: _Object | str) -> Any:
+        if isinstance(name, str):
+            return LEAF_SPEC
+        if name not in self._objects:
+            number, alias, requires_grad, marks = name
+            tensor = self._tensors[number].detach() if alias else self._tensors[number]
+            for mark in marks:
+                setattr(tensor, mark, True)
+            self._objects[name] = tensor.requires_grad_() if requires_grad else tensor
+        return self._objects[name]

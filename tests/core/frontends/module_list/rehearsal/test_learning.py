@@ -77,6 +77,33 @@ def test_cache_with_gradients_is_left_out_and_that_is_said_once(
     assert "is None while gradients are recorded" in str(warning.message)
 
 
+def test_cache_that_only_blocks_of_another_structure_fill():
+    """The kind of a block was its class, so that the first block spoke for all.
+
+    In a RecurrentGemma only every third block fills the cache: with one of its micro-batches in
+    it, the next failed, or silently attended to it.
+    """
+
+    class Mixing(nn.Module):
+        def __init__(self, mixer: nn.Linear) -> None:
+            super().__init__()
+            self.mixer = mixer
+
+        def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+            remembers = isinstance(self.mixer, Remembering)
+            y: Tensor = self.mixer(x, cache) if remembers else self.mixer(x)
+            return y
+
+    plain = Model()
+    for k in range(4):
+        mixer = Remembering(k) if k % 2 else nn.Linear(WIDTH, WIDTH)
+        plain.blocks[k] = Mixing(mixer).double()
+    model = copy.deepcopy(plain)
+    with looped(model), pytest.warns(UserWarning, match="cache of blocks.1.* is None"):
+        found = model(states(), cache=Cache())
+    torch.testing.assert_close(found, plain(states(), cache=Cache()))
+
+
 def test_full_cache_with_gradients():
     model, cache = Model(), Cache()
     with torch.no_grad():

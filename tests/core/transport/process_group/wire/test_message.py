@@ -1,6 +1,6 @@
 """Values as messages: what arrives is what was sent, however it lies in memory.
 
-Here are also the tests of ``bodies``, ``envelope`` and ``tensor_bytes``.
+Here are also the tests of ``envelope`` and ``tensor_bytes``.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gpipe.core.data import is_whole, tree_flatten, tree_unflatten, whole
+from lightning_gpipe.core.data import LEAF_SPEC, is_whole, tree_flatten, tree_unflatten, whole
 from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.transport.interface import Label
-from lightning_gpipe.core.transport.process_group.wire.bodies import ReceivedBodies, SentBodies
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
     FRAME,
     LARGE,
@@ -29,9 +28,8 @@ from lightning_gpipe.core.transport.process_group.wire.message import (
     Header,
     Mail,
     MessageCode,
-    pack,
-    unpack,
 )
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import pack
 from tests.support.layouts import SPARSE, in_beta
 
 TO = Action(Kind.FORWARD, 2, 1)
@@ -40,23 +38,18 @@ TO = Action(Kind.FORWARD, 2, 1)
 class Wire:
     """Both ends of a connection, without a network."""
 
-    def __init__(self, capacity: int = 9) -> None:
-        self._sent, self._received = SentBodies(capacity), ReceivedBodies()
-        self.bodies = 0
+    def __init__(self) -> None:
         self.apart = 0  # tensors, and contents of messages, that went by themselves
 
-    def carry(self, value: Any, to: Action = TO, pipeline: int = 0) -> Any:
+    def carry(self, value: Any) -> Any:
         """What arrives."""
-        return self.carry_all([value], to, pipeline)[0]
+        return self.carry_all([value])[0]
 
-    def carry_all(self, values: list[Any], to: Action = TO, pipeline: int = 0) -> list[Any]:
+    def carry_all(self, values: list[Any]) -> list[Any]:
         """What arrives of several values in one message."""
         envelope = Envelope()
         for value in values:
-            body, tensors = pack(Mail(to, None, tree_flatten(value)))
-            slot, changed = self._sent.slot_for(body, pipeline)
-            self.bodies += bool(changed)
-            envelope.add(slot, changed, tensors)
+            envelope.add(*Mail(TO, None, tree_flatten(value)).encode())
         message, after = envelope.seal(Header(MessageCode.VALUES, 1))
         apart = [each for each in (after, *envelope.large) if each is not None]
         self.apart += len(apart)
@@ -69,11 +62,9 @@ class Wire:
         header, content = open_message(frame, receive)
         assert header == Header(MessageCode.VALUES, 1, size=header.size)
         reader, found = Reader(content, receive), []
-        for slot, came in reader:
-            body = self._received.body(slot, came)
-            assert body.to == to
-            mail = unpack(body, reader.fill)
-            assert not any(mail.on_device)
+        for body in reader:
+            mail = Mail.decode(body, reader.fill)
+            assert mail.to == TO
             found.append(tree_unflatten(mail.value))
         assert not apart
         return found
@@ -164,7 +155,7 @@ def test_channels_last() -> None:
 
 def test_expanded_tensor_is_sent_once() -> None:
     x = torch.randn(1, 3).expand(1000, 3)
-    _, tensors = pack(Mail(TO, None, tree_flatten(x)))
+    _, tensors = pack(x)
 
     assert sum(tensor.nbytes for tensor in tensors) == 12
     assert Wire().carry(x).stride() == (0, 1)
@@ -204,7 +195,6 @@ def test_sparse_tensors(convert: Callable[[Tensor], Tensor]) -> None:
         assert a.layout == x.layout
         assert torch.equal(a.to_dense(), torch.eye(4))
         a.values().zero_()  # as a layer may: the next one is not changed by it
-    assert wire.bodies == 1
 
 
 def test_jagged_tensor() -> None:
@@ -254,36 +244,6 @@ def test_object_that_a_layer_changes_comes_unchanged_the_next_time() -> None:
         found = wire.carry(memo)
         assert found.seen == 0
         found.seen = 1
-
-
-def test_body_is_sent_when_it_changes() -> None:
-    wire = Wire()
-    values = [torch.ones(2), torch.zeros(2), torch.zeros(3), torch.zeros(2), (torch.zeros(2), 1)]
-    bodies = []
-    for value in values:
-        assert str(wire.carry(value)) == str(value)
-        bodies.append(wire.bodies)
-
-    assert bodies == [1, 1, 2, 3, 4]
-
-
-def test_more_kinds_of_values_than_are_remembered() -> None:
-    wire = Wire(capacity=3)
-    for k in [0, 1, 2, 3, 0, 4, 3, 3, 1, 2, 5, 0]:
-        to = TO._replace(i=k)
-        assert wire.carry([k, torch.full((k,), k)], to)[0] == k
-
-    assert wire.bodies == 10  # all but the second and the third 3
-
-
-def test_pipelines_that_take_turns_send_their_bodies_once() -> None:
-    wire = Wire()
-    for k in range(3):
-        for pipeline in (0, 1):
-            value = [torch.full((2,), k)] * (pipeline + 1)
-            assert str(wire.carry(value, pipeline=pipeline)) == str(value)
-
-    assert wire.bodies == 2
 
 
 @given(sizes=st.lists(st.integers(0, 3 * LARGE), max_size=6))
@@ -344,10 +304,24 @@ def test_objects_with_the_same_memory() -> None:
     assert found[0].grad is None
 
 
-def test_empty_value_after_one_that_cannot_be_compared() -> None:
-    wire = Wire()
-    assert wire.carry([1, "two"]) == [1, "two"]
-    assert wire.carry([]) == []
+def test_sparse_tensor_that_requires_a_gradient() -> None:
+    found = Wire().carry(torch.eye(2).to_sparse().requires_grad_())
+
+    assert found.requires_grad
+    assert found.is_leaf
+
+
+def test_tensor_with_requires_grad_and_structure_of_a_leaf() -> None:
+    x = torch.ones(2, requires_grad=True)
+    body, tensors = Mail(TO, None, tree_flatten(x), [True]).encode()
+
+    def fill(room: Tensor) -> None:
+        room.copy_(tensors[0])
+
+    mail = Mail.decode(body, fill)
+    assert mail.value.spec is LEAF_SPEC
+    assert mail.value.leaves[0].requires_grad
+    assert mail.on_device == [True]
 
 
 def test_header() -> None:

@@ -1,0 +1,94 @@
+"""Values that the caller's code keeps on layers, while stages are at work on other micro-batches.
+
+A module around the layers may compute the scale of one: ``block.scale = self.hyper(condition)``.
+With a loss for each micro-batch, the code has run for later ones when a stage runs the layer for an
+earlier one, and the layer finds the latest value. That is right if all micro-batches have the same.
+
+Layers set attributes, too, on other threads. So the places are found at the code's first call of a
+mini-batch, before any layer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gpipe.core.data import equal
+from lightning_gpipe.core.layout import Holder, holders, within
+from lightning_gpipe.core.run.stage import Stage
+
+_SEARCHES = 2  # the second, for what is set there once the model has run
+_LARGE = 64  # elements of containers, which are not searched
+
+_Place = tuple[dict[str, Any], str]  # the attributes of a module or an object, and one of the names
+
+
+class ValuesOnLayers:
+    """Compares what the caller's code keeps on layers before it calls the pipeline."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._searches = 0
+        self._before: dict[str, list[Any]] = {}
+        self._places: dict[str, _Place] = {}  # where the code keeps values, by name
+        self._first: dict[str, list[Any]] = {}  # the values for micro-batch 0
+
+    def begin(self) -> None:
+        """Look at the layers before the code runs for micro-batch 0."""
+        self._searches += 1
+        if self._searches <= _SEARCHES:
+            self._before = {name: _values(place) for name, place in self._all()}
+
+    def at_call(self, i: int) -> list[Tensor]:
+        """Return the tensors that the code for micro-batch ``i`` has kept on layers until its call.
+
+        Raises:
+            RuntimeError: If they have other values than those for micro-batch 0.
+        """
+        for name, place in self._all() if self._before else ():
+            if list(map(id, _values(place))) != list(map(id, self._before.get(name, ()))):
+                self._places[name] = place
+        self._before = {}
+        values = {name: _values(place) for name, place in self._places.items()}
+        if not i:
+            self._first = values
+        for name, found in values.items():
+            first = self._first[name]
+            if len(found) != len(first) or not all(map(_equal, found, first)):
+                raise RuntimeError(
+                    "a value that training_step keeps on a layer must be the same for all "
+                    f"micro-batches: got another {name} for micro-batch {i} than for micro-batch "
+                    "0, for which stages may be at work yet. Pass it to the layers with their "
+                    "input, which goes with its micro-batch."
+                )
+        return [x for found in values.values() for x in found if isinstance(x, Tensor)]
+
+    def end(self) -> None:
+        """Drop the values of a mini-batch."""
+        self._before, self._first = {}, {}
+
+    def _all(self) -> Iterator[tuple[str, _Place]]:
+        for stage in self._stages:
+            for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True):
+                for path, module in layer.named_modules(prefix=title):
+                    buffers: dict[str, Any] = module._buffers
+                    for holder in (*holders([module]), Holder(module, "", buffers)):
+                        for name in holder.held:
+                            yield f"{path}.{holder.prefix}{name}", (holder.slots, name)
+
+
+def _values(place: _Place) -> list[Any]:
+    """The numbers and tensors in a place; none if it is empty."""
+    slots, name = place
+    value = slots.get(name)
+    if isinstance(value, bool | int | float | str):
+        return [value]
+    return [item for item in within(value, largest=_LARGE) if isinstance(item, Tensor)]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or equal(one, other)
+    return bool(one == other)

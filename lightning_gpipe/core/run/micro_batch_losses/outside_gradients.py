@@ -1,0 +1,126 @@
+"""The gradients of the leaves that the caller's code uses, while it runs for each micro-batch.
+
+Its graphs end in the parameters of modules around the stages, in those of layers, as with a penalty
+on their weights, and in other tensors. The code must meet all of them as they are: with the
+``.grad`` of the last step, and as keys of an optimizer's state. So backward returns their
+gradients, instead of accumulating them, and a shadow of each leaf gathers them, which the code
+never meets. Hooks on parameters see the sums only, in the backward of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful import ABSENT, Journal, Manager, has_hooks, leaf_like
+from lightning_gpipe.core.run.backward.roots import (
+    Root,
+    gradients_of,
+    graph_behind,
+    root_of,
+    run_backward,
+)
+
+Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
+
+_REENTRANT = "CheckpointFunctionBackward"  # runs backward itself, which accumulates gradients
+
+
+class OutsideGradients:
+    """The gradients of one mini-batch that do not come from stages.
+
+    Args:
+        modules: The modules of the stages and around them.
+        journal: Records that hooks are removed.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], journal: Journal) -> None:
+        journal.reset()  # changes that an interrupted mini-batch left
+        self._journal = journal
+        parameters = (p for module in modules for p in module._parameters.values())
+        self._parameters = list({id(p): p for p in parameters if p is not None}.values())
+        self._accumulated = [_state_of(parameter.grad) for parameter in self._parameters]
+        self._shadows: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a leaf and its shadow
+
+    def without_hooks(self) -> Manager:
+        """Remove the hooks on gradients of parameters for the duration of a ``with`` block."""
+        hooked = filter(has_hooks, self._parameters)
+        pairs = ((each._backward_hooks, each._post_accumulate_grad_hooks) for each in hooked)
+        of_all: Iterable[Any] = filter(None, chain.from_iterable(pairs))
+        return self._journal.changed(
+            (hooks, key, ABSENT) for hooks in of_all for key in reversed(hooks)
+        )
+
+    def undo(self) -> None:
+        """Undo what an interrupted ``with`` block has left."""
+        self._journal.undo()
+
+    def backward(
+        self,
+        roots: Sequence[Root | None],
+        gradients: Sequence[Tensor | None],
+        *,
+        end: Tensor | None = None,
+        keep: Callable[[set[Any]], bool] = lambda nodes: False,
+    ) -> None:
+        """Run backward through the caller's graph of one micro-batch.
+
+        Args:
+            roots: The roots.
+            gradients: The gradients of the roots.
+            end: A leaf whose gradient is not wanted.
+            keep: Tells from the nodes of the graph whether another backward needs it.
+        """
+        leaves, nodes = graph_behind(roots)
+        if any(type(node).__name__ == _REENTRANT for node in nodes):
+            raise RuntimeError(
+                "checkpoint() around a pipeline must not be reentrant with a loss for each "
+                "micro-batch: got one with use_reentrant=True. Write use_reentrant=False."
+            )
+        found = gradients_of(leaves, roots, gradients, keep=keep(set(nodes)))
+        shadows, sums = [], []
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is not None and leaf is not end:
+                shadows.append(root_of(self._shadow_of(leaf)))
+                sums.append(gradient)
+        run_backward(shadows, sums)
+
+    def check(self) -> None:
+        """Raise RuntimeError if hooks were registered, or a gradient was accumulated."""
+        used = [leaf for leaf, _ in self._shadows.values()]
+        hooked = next(filter(has_hooks, [*self._parameters, *used]), None)
+        if hooked is not None:
+            raise RuntimeError(
+                "hooks on gradients must be on parameters of the modules around the pipeline or "
+                "in it, and be registered before training_step: got one on a tensor of shape "
+                f"{tuple(hooked.shape)}, which would be called for each micro-batch. Register it "
+                "on such a parameter in configure_model, or write schedule='fill_drain'."
+            )
+        for parameter, before in zip(self._parameters, self._accumulated, strict=True):
+            if parameter.grad is not None and _state_of(parameter.grad) != before:
+                raise RuntimeError(
+                    "gradients must come from the loss that training_step returns, with a loss for "
+                    f"each micro-batch: a parameter of shape {tuple(parameter.shape)} got one "
+                    "before. A layer uses a tensor without being given it, which it did not in "
+                    "the first steps, or training_step calls backward: pass the tensor with the "
+                    "input, marked by whole(tensor), or write schedule='fill_drain'."
+                )
+
+    def take_gradients(self) -> list[Pair]:
+        """Return the leaves with the sums of their gradients, and drop these here."""
+        shadows, self._shadows = self._shadows, {}
+        pairs = ((leaf, shadow.grad) for leaf, shadow in shadows.values())
+        return [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+
+    def _shadow_of(self, leaf: Tensor) -> Tensor:
+        if id(leaf) not in self._shadows:
+            self._shadows[id(leaf)] = leaf, leaf_like(leaf, requires_grad=True)
+        return self._shadows[id(leaf)][1]
+
+
+def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
+    """What changes when a gradient is accumulated or replaced."""
+    return None if gradient is None else (id(gradient), gradient._version)

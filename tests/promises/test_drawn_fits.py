@@ -1,0 +1,82 @@
+"""Unchanged model: drawn LightningModules train in drawn Trainers as without the strategy.
+
+The suite draws a few fits, always the same; `make soak` a thousand new ones. What is drawn is in
+`tests/support/drawn_fits.py`, and the files that it imports. A fit that is refused fails,
+unless its operators mix rows.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten, tree_unflatten
+from tests.support.drawn_fits import Fit, Outcome, fits, outcome
+from tests.support.drawn_parts import LAYERS, MIXING, OPERATORS
+from tests.support.models import assert_same
+from tests.support.pipes import MODES
+from tests.support.vocabulary import DRAWING
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    # PyTorch, of a layer with such a hook whose input requires no gradient.
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    # Lightning, of layers that keep eval mode, and of a checkpoint within an epoch.
+    pytest.mark.filterwarnings("ignore:Found . module.s. in eval mode"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+    # Ours, of layers with their own checkpointing in a traced forward.
+    pytest.mark.filterwarnings("ignore:a pipeline does not run the activation checkpointing"),
+]
+
+SOAK = settings().max_examples > 1000
+Paths = pytest.TempPathFactory
+
+
+@settings(max_examples=1000 if SOAK else 12)
+@given(fit=fits())
+def test_drawn_fits(fit: Fit, tmp_path_factory: Paths) -> None:
+    check(fit, run(fit, tmp_path_factory), run(fit, tmp_path_factory, plain=True))
+
+
+@settings(max_examples=250 if SOAK else 4)
+@given(
+    fit=fits(layers=[*LAYERS, *DRAWING, *DRAWING]),
+    mode=st.sampled_from(MODES),
+    threads=st.booleans(),
+)
+def test_drawn_fits_that_draw(fit: Fit, mode: Any, threads: bool, tmp_path_factory: Paths) -> None:
+    other = fit.but(activation_checkpointing=mode, threads=threads)
+    check(fit, run(fit, tmp_path_factory), run(other, tmp_path_factory))
+
+
+@settings(max_examples=250 if SOAK else 6)
+@given(fit=fits([*OPERATORS, *MIXING, *MIXING], frontends=["loop", "traced"]))
+def test_drawn_fits_that_mix_rows(fit: Fit, tmp_path_factory: Paths) -> None:
+    """Are refused, unless they mix rows outside of the pipeline, or by their number only."""
+    if fit.by_rows:  # the rows around the pipeline are those of a micro-batch
+        fit = fit.but(verify=True)
+    try:
+        piped = run(fit, tmp_path_factory)
+    except (TypeError, ValueError, RuntimeError) as error:
+        event(f"refused: {type(error).__name__}")
+    else:
+        check(fit, piped, run(fit, tmp_path_factory, plain=True))
+
+
+def run(fit: Fit, paths: Paths, *, plain: bool = False) -> Outcome:
+    return outcome(fit, paths.mktemp("fit"), plain=plain)
+
+
+def check(fit: Fit, found: Outcome, expected: Outcome) -> None:
+    """Compare two runs; Lightning logs in single precision."""
+    assert_same(*map(numbers, (found.trained, expected.trained)), within=fit.exactness)
+    assert_same(*map(numbers, (found.logged, expected.logged)), within=max(1e-6, fit.exactness))
+
+
+def numbers(tree: Any) -> Any:
+    """The tree with tensors for floating-point numbers."""
+    leaves, structure = tree_flatten(tree)
+    made = [torch.tensor(leaf) if isinstance(leaf, float) else leaf for leaf in leaves]
+    return tree_unflatten(FlatTree(made, structure))

@@ -1,0 +1,298 @@
+"""Transparency: a step with a loss for each micro-batch meets its parameters as a plain one does.
+
+Here are also the tests of ``outside_gradients``, ``parameter_slots`` and ``values_on_layers``.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpipe.core.pipeline import GPipe
+from tests.support.models import assert_same, gradients, perceptron, rows
+from tests.support.pipes import Pipe, with_and_without_threads
+
+pytestmark = [with_and_without_threads, pytest.mark.usefixtures("one_intra_op_thread")]
+
+
+class Model(nn.Module):
+    """Layers in a pipeline, or not, between others."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(3, 3).double()
+        self.layers = layers
+        self.after = nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.layers(self.before(x)))
+
+
+def pair(pipe: Pipe, layers: nn.Sequential | None = None, **options: Any) -> tuple[Model, Model]:
+    """A model with a pipeline, and the plain one."""
+    plain = Model(perceptron() if layers is None else layers)
+    model = deepcopy(plain)
+    assert isinstance(model.layers, nn.Sequential)
+    model.layers = pipe(model.layers, copy=False, **{"mode": "never", **options})
+    return model, plain
+
+
+def check(model: Model, plain: Model, step: Callable[[Model, Tensor], Tensor]) -> None:
+    """Compare the gradients of a few steps, of which the first two are searched for more."""
+    pipeline = model.layers
+    assert isinstance(pipeline, GPipe)
+    for _ in range(4):
+        loss = pipeline.by_micro_batch(lambda x: step(model, x), rows(7), around=model).loss
+        assert loss is not None
+        loss.backward()
+        step(plain, rows(7)).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_parameters_are_the_same_objects(schedule: Any, pipe: Pipe) -> None:
+    """Once they were shadows: keys that an optimizer's state does not have, without ``.grad``."""
+    model, _ = pair(pipe)
+    pipeline = model.layers
+    assert isinstance(pipeline, GPipe)
+    pipeline.by_micro_batch(lambda x: model(x).mean(), rows(7), around=model).loss.backward()  # type: ignore[union-attr]  # there is one
+    expected = [(p, p.grad) for p in model.parameters()]
+    first = pipeline.stages[0].modules[0]
+    found = []
+
+    def step(x: Tensor) -> Tensor:
+        found.append([(p, p.grad) for p in model.parameters()])
+        output = model(x)
+        found.append([(p, p.grad) for _, p in model.named_parameters()])
+        assert first.weight is first._parameters["weight"]
+        assert first.weight is expected[2][0]
+        assert all(key is not None for key in first._parameters.values())
+        return output.mean()
+
+    pipeline.by_micro_batch(step, rows(7), around=model, schedule=schedule)
+
+    assert len(found) == 6
+    for each in found:
+        assert all(p is q and a is b for (p, a), (q, b) in zip(each, expected, strict=True))
+    assert all(type(module._parameters) is dict for module in model.modules())
+
+
+def test_penalty_on_all_weights(pipe: Pipe) -> None:
+    """Once a weight that stages share counted for each of them, and was refused."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    layers[2].weight = layers[0].weight
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return model(x).square().mean() + 0.1 * penalty
+
+    check(*pair(pipe, layers, balance=[1, 2]), step)
+
+
+def test_hooks_see_sums(pipe: Pipe) -> None:
+    model, plain = pair(pipe)
+    seen: list[list[Tensor]] = []
+    for each in (model, plain):
+        calls: list[Tensor] = []
+        seen.append(calls)
+        for parameter in each.parameters():
+            parameter.register_hook(lambda g, calls=calls: calls.append(g.clone()) or 2 * g)
+            parameter.register_hook(lambda g: g + 1)
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, calls=calls: calls.append(p.grad)
+            )
+
+    check(model, plain, lambda model, x: model(x).square().mean())
+
+    assert list(map(len, seen)) == [4 * 2 * len(list(plain.parameters()))] * 2
+    assert all(len(p._backward_hooks or ()) == 2 for p in model.parameters())
+    total = [sum(float(g.sum()) for g in calls) for calls in seen]
+    assert total[0] == pytest.approx(total[1])
+
+
+def refused(pipe: Pipe, step: Callable[[Model, Tensor], Tensor], message: str) -> None:
+    """A step is refused, and the next one is right."""
+    model, plain = pair(pipe)
+    pipeline = model.layers
+    assert isinstance(pipeline, GPipe)
+    with pytest.raises(RuntimeError, match=message):
+        pipeline.by_micro_batch(lambda x: step(model, x), rows(7), around=model)
+    for parameter in model.parameters():
+        parameter.grad, parameter._backward_hooks = None, None
+    check(model, plain, lambda model, x: model(x).square().mean())
+
+
+def test_hook_registered_in_the_step(pipe: Pipe) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        model.before.weight.register_hook(lambda g: 2 * g)
+        return model(x).mean()
+
+    refused(pipe, step, "registered before training_step")
+
+
+def test_gradient_accumulated_in_the_step(pipe: Pipe) -> None:
+    """A plain Trainer drops it, too, but not where gradients are accumulated."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        model.before.weight.square().sum().backward()
+        return model(x).mean()
+
+    refused(pipe, step, "must come from the loss that training_step returns")
+
+
+def test_reentrant_checkpoint_around_the_pipeline(pipe: Pipe) -> None:
+    def step(model: Model, x: Tensor, reentrant: bool = True) -> Tensor:
+        h = checkpoint(model.before, x.requires_grad_(), use_reentrant=reentrant)
+        return model.after(model.layers(h)).mean()
+
+    refused(pipe, step, "Write use_reentrant=False")
+    check(*pair(pipe), lambda model, x: step(model, x, False))
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_gradient_through_the_pipeline(unused: bool, pipe: Pipe) -> None:
+    """Once autograd said only that a tensor was not used in the graph."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        output = model(x.requires_grad_())
+        source = torch.zeros((), requires_grad=True) if unused else x
+        [gradient] = torch.autograd.grad(output.sum(), source, create_graph=True)
+        return output.mean() + gradient.square().sum()
+
+    refused(pipe, step, "torch.autograd.grad in training_step must not go through the pipeline")
+
+
+def test_gradient_within_what_is_around(pipe: Pipe) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        h = model.before(x.requires_grad_())
+        [gradient] = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
+        return model.after(model.layers(h)).mean() + gradient.square().mean()
+
+    check(*pair(pipe), step)
+
+
+def test_gradient_penalty_without_the_pipeline(pipe: Pipe) -> None:
+    """The layers run one by one, with their own parameters, while stages run them with shadows."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        h = model.before(x)
+        for layer in model.layers.children() if isinstance(model.layers, nn.Sequential) else chain:
+            h = layer(h)
+        [gradient] = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
+        return model(x).square().mean() + gradient.square().sum(1).mean()
+
+    model, plain = pair(pipe)
+    assert isinstance(model.layers, GPipe)
+    chain = [model.layers[k] for k in range(len(model.layers))]
+    check(model, plain, step)
+
+
+# Values that the step keeps on layers.
+
+
+class Scaled(nn.Module):
+    """Scales by what somebody else has put there."""
+
+    scale: Any = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale["here"] if isinstance(self.scale, dict) else self.scale
+        return self.linear(x) * scale
+
+
+def scaled_layers() -> nn.Sequential:
+    return nn.Sequential(*[layer for _ in range(4) for layer in (Scaled(), nn.Tanh())])
+
+
+def conditioned(
+    scale_of: Callable[[Model, Tensor], Any], *, penalty: float = 0.0
+) -> Callable[[Model, Tensor], Tensor]:
+    """A step that sets the scale of all layers, from an embedding that the input has, too."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        scale = scale_of(model, x)
+        for layer in model.layers.modules():
+            if isinstance(layer, Scaled):
+                layer.scale = scale
+        loss = model(x).square().mean()
+        return loss + penalty * scale.square().sum() if penalty else loss
+
+    return step
+
+
+def of_a_condition(model: Model, x: Tensor) -> Tensor:
+    return model.before(torch.ones(3, dtype=torch.float64)).tanh()
+
+
+@pytest.mark.parametrize(
+    "scale_of, penalty",
+    [
+        (of_a_condition, 0.0),
+        (of_a_condition, 0.1),
+        (lambda model, x: {"here": of_a_condition(model, x)}, 0.0),
+        (lambda model, x: of_a_condition(model, x).detach(), 0.0),
+        (lambda model, x: 0.5, 0.0),
+    ],
+    ids=["a module's output", "in the loss, too", "in a dict", "detached", "a number"],
+)
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_value_that_is_kept_on_layers(scale_of: Any, penalty: float, mode: Any, pipe: Pipe) -> None:
+    """Once the gradient of what had computed it was None."""
+    check(*pair(pipe, scaled_layers(), mode=mode), conditioned(scale_of, penalty=penalty))
+
+
+@pytest.mark.parametrize(
+    "scale_of",
+    [
+        lambda model, x: model.before(x).mean(0),
+        lambda model, x: model.before(x),
+        lambda model, x: model.before(x).mean(0).detach(),
+        lambda model, x: {"here": x.mean(0)},
+        lambda model, x: float(x.detach().mean()),
+    ],
+    ids=["a module's output", "by rows", "detached", "in a dict", "a number"],
+)
+def test_value_of_a_micro_batch_that_is_kept_on_layers(scale_of: Any, pipe: Pipe) -> None:
+    """Once a stage read that of a later micro-batch."""
+    model, _ = pair(pipe, scaled_layers())
+    pipeline = model.layers
+    assert isinstance(pipeline, GPipe)
+    step = conditioned(scale_of)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"got another layer 0\.scale for micro-batch 1"):
+            pipeline.by_micro_batch(lambda x: step(model, x), rows(7), around=model)
+    check(*pair(pipe, scaled_layers()), conditioned(of_a_condition))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_value_that_is_kept_on_layers_after_some_steps(saved: bool, pipe: Pipe) -> None:
+    """Without this its gradient is written before the loop drops those of the last step."""
+    model, plain = pair(pipe, scaled_layers())
+    check(model, plain, lambda model, x: model(x).square().mean())
+    pipeline = model.layers
+    assert isinstance(pipeline, GPipe)
+    step = conditioned(of_a_condition if saved else lambda model, x: model.before.bias + 1)
+    with pytest.raises(RuntimeError, match="second time" if saved else "must come from the loss"):
+        pipeline.by_micro_batch(lambda x: step(model, x), rows(7), around=model)
+
+
+def test_attributes_of_layers_that_they_set(pipe: Pipe) -> None:
+    """They differ by micro-batch, and are no matter of the step."""
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.latest = x.sum().item()
+            self.output = super().forward(x)
+            return self.output
+
+    layers = nn.Sequential(*[Noting(3, 3) for _ in range(4)]).double()
+    check(*pair(pipe, layers), lambda model, x: model(x).square().mean())
