@@ -82,7 +82,6 @@ def test_what_one_process_does_alone_ends_all(tmp_path: Path, act: str, rank: in
         messages = [ranks.result(k) for k in range(2)]
 
     for message in messages:
-        print(message)
         assert message.startswith("OutOfStep | all processes must do the same in the same order")
         assert "rank 0 waits for " in message
         assert "rank 1 waits for " in message
@@ -95,11 +94,3 @@ def test_third_process_ends_too(tmp_path: Path) -> None:
 
     assert all(message.startswith("OutOfStep | all processes must do") for message in messages)
     assert all("rank 1 waits for the last process to save a checkpoint" in x for x in messages)
-
-
-def validate_alone(root: Path, rank: int) -> str:
-    made = trainer_over(root, "per_stage", [2, 4], {"lost_after": LOST_AFTER}, max_epochs=1)
-    made.fit(module := Classifier(), datamodule=Data())
-    for _ in range(2 if made.global_rank == rank else 1):
-        message = said(lambda: made.validate(module, datamodule=Data()))
-    return message

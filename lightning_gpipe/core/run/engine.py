@@ -41,7 +41,7 @@ from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTim
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
-from lightning_gpipe.core.transport import BETWEEN, NO_RUN, Label, RankFailed, Transport
+from lightning_gpipe.core.transport import BETWEEN, NO_RUN, Label, OutOfStep, RankFailed, Transport
 
 Observer = Callable[[Timeline], None]
 
@@ -286,7 +286,7 @@ class Engine:
         """Tell other processes of an error in the caller's code."""
         self._transport.tell(error)
 
-    def failure(self, within: float) -> RankFailed | None:
+    def failure(self, within: float) -> RankFailed | OutOfStep | None:
         """Return the failure of another process, see :meth:`Transport.failure`."""
         return self._transport.failure(within)
 

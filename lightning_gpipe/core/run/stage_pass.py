@@ -11,6 +11,8 @@ A pass holds all that lives from its forward to its backward. Several may be ali
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
@@ -65,6 +67,7 @@ class StagePass:
         split: Whether backward leaves the gradients of the weights to an action of their own.
 
     Attributes:
+        works: The work on each micro-batch, once the caller has sent its inputs.
         statistics: The statistics of the stage's batch norms, if they are deferred.
         lost_gradients: Watches for gradients that do not come through the outputs.
     """
@@ -83,8 +86,7 @@ class StagePass:
         split: bool = False,
     ) -> None:
         self.stage = stage
-        self._work = work
-        self._other_works: dict[int, Work] = {}
+        self.works: dict[int, Work] = defaultdict(repeat(work).__next__)
         self.randomness = randomness
         self.shadows = shadows
         self.statistics = stage.statistics()
@@ -103,13 +105,9 @@ class StagePass:
         self._latest: tuple[Any, Work, Behavior] | None = None  # of the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
 
-    def work(self, i: int) -> Work:
-        """Return the work on micro-batch ``i``, once the caller has sent its inputs."""
-        return self._other_works.get(i, self._work)
-
     def set_program(self, i: int, program: Program) -> None:
         """Let micro-batch ``i`` run another program; called before its inputs are sent."""
-        self._other_works[i] = Work(self.stage, program)
+        self.works[i] = Work(self.stage, program)
 
     def forward(self, i: int, inputs: FlatTree) -> FlatTree:
         """Run the layers on micro-batch ``i``.
@@ -117,7 +115,7 @@ class StagePass:
         Returns:
             The outputs, joined with those that leave by routes; detached from this stage's graph.
         """
-        work, behavior = self.work(i), self._behavior(i, inputs)
+        work, behavior = self.works[i], self._behavior(i, inputs)
         if not self._context.grad:
             return self._run(i, inputs, behavior, first=True)
         since = now()
@@ -209,7 +207,7 @@ class StagePass:
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
-        forward, work = self._activations[i], self.work(i)
+        forward, work = self._activations[i], self.works[i]
         with self._as_in_forward():
             # Without hooks that layers registered on the inputs in forward.
             inputs = forward.inputs.detached()
@@ -243,7 +241,7 @@ class StagePass:
         self, i: int, inputs: FlatTree, behavior: Behavior, *, first: bool, hooks: Manager = NOTHING
     ) -> FlatTree:
         """Run the layers; returns the outputs, joined with those that leave by routes."""
-        stage, work = self.stage, self.work(i)
+        stage, work = self.stage, self.works[i]
         marked = self._marked and not work.from_caller
         guard = MutationGuard(behavior, inputs.leaves, marked=marked)
         if guard.leaves is not inputs.leaves:
@@ -279,7 +277,7 @@ class StagePass:
             managers.append(self.statistics.collecting(self.stage.journal, record=first))
         if self._watch is not None and first:
             managers.append(self._watch.watching(i, self.stage.journal))
-        if self._work.terms:
+        if self.works[i].terms:
             managers.append(receiving(terms.append))
         if not first:  # after the shadows, which replace frozen parameters too
             saved = self._activations[i].saved
@@ -288,7 +286,7 @@ class StagePass:
         return together(managers)
 
     def _behavior(self, i: int, inputs: FlatTree) -> Behavior:
-        latest, spec, work = self._latest, inputs.spec, self.work(i)
+        latest, spec, work = self._latest, inputs.spec, self.works[i]
         if latest is None or latest[1] is not work or (latest[0] is not spec and latest[0] != spec):
             behavior = self.stage.state.behavior(self._flags, (spec, work.signature))
             self._latest = latest = spec, work, behavior

@@ -146,7 +146,7 @@ class WorkerTask(RowTask):
         run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
 
         value = exchange.receive(action)
-        work = stage_pass.work(action.i)
+        work = stage_pass.works[action.i]
         arriving, leaving = work.arriving, work.leaving
         if action.kind is Kind.BACKWARD:
             run, arriving, leaving = stage_pass.backward, leaving, arriving

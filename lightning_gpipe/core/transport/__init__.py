@@ -30,7 +30,12 @@ from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
 )
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
-from lightning_gpipe.core.transport.process_group.whereabouts import OBSERVED, OWN, SAME_CODE, users_line
+from lightning_gpipe.core.transport.process_group.whereabouts import (
+    OBSERVED,
+    OWN,
+    SAME_CODE,
+    users_line,
+)
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     bytes_in,
     receive_value,
@@ -42,6 +47,7 @@ __all__ = [
     "NO_RUN",
     "OBSERVED",
     "OWN",
+    "SAME_CODE",
     "Connection",
     "Exchange",
     "InlineTransport",
@@ -51,7 +57,6 @@ __all__ = [
     "OutOfStep",
     "ProcessGroupTransport",
     "RankFailed",
-    "SAME_CODE",
     "RunCancelled",
     "Task",
     "Transport",

@@ -115,7 +115,7 @@ def test_layer_of_another_size(pipe: Pipe) -> None:
 
 
 def test_block_of_a_loop(pipe: Pipe) -> None:
-    model: Any = Loop(*(Block(nn.Tanh()) for _ in range(3)), Block(Faulty())).double()
+    model: Any = Loop(*(Block(Faulty(bool)) for _ in range(3)), Block(Faulty())).double()
 
     assert note_of(pipe(model, [2, 2])).endswith(", in blocks.3.inner.1 (Faulty)")
 

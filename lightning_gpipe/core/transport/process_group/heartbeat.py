@@ -10,12 +10,13 @@ it last heard from each of the others::
     missed   0     0     1     2     3     4     5 -> rank 1 is lost
 
 Beats are counted rather than seconds, so no clocks are compared, and a process that was stopped
-itself does not blame the others for it. Any message counts as a beat.
+itself, or did not get to run, does not blame the others for it. Any message counts as a beat.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -24,6 +25,7 @@ from lightning_gpipe.core.transport.process_group.wire.links import Links
 _LONGEST = 1.0  # seconds between two beats
 _BEATS = 12  # at least, in the time after which a silent process is lost
 _SPARE = 2  # of them: the last one may be older than the event, and the next is when it is noticed
+_LATE = 0.5  # seconds beyond the time of a beat, in which this process did not run
 _JOIN = 5.0  # seconds
 
 
@@ -92,10 +94,14 @@ class Heartbeat:
 
     def _run(self, stop: threading.Event) -> None:
         self._beat()  # at once: from then on the others expect beats of this process
+        began = time.monotonic()
         while not stop.wait(self._interval):
+            late = time.monotonic() - began > self._interval + _LATE
+            began = time.monotonic()
             self._beat()
             for rank in self._missed:
-                self._missed[rank] += 1
+                # A late beat: the machine is busy, and what was heard may not have been read yet.
+                self._missed[rank] += not late
             if self._over(0):
                 # A lost network loses several processes, of which some were heard a little later.
                 silent = self._over(_SPARE)

@@ -166,8 +166,6 @@ def users_line(frame: FrameType | None = None) -> str:
 
 
 def _collective(frame: FrameType | None) -> str:
-    """Return the name of the function of torch.distributed that a thread is in, if it is."""
-    name = ""
-    while frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES):
-        name, frame = frame.f_code.co_name, frame.f_back
-    return f"{name} of torch.distributed" if name else ""
+    """Return the name of the function of torch.distributed that a thread waits in, if it does."""
+    inside = frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES)
+    return f"{frame.f_code.co_name} of torch.distributed" if frame and inside else ""

@@ -25,7 +25,7 @@ class FakeLink:
         self.rank = rank
         self.beats = 0
 
-    def beat(self) -> None:
+    def beat(self, text: str) -> None:
         self.beats += 1
 
 
@@ -38,7 +38,7 @@ class Watch:
         self.after_beat: Callable[[], None] = lambda: None
         links = cast(Any, self.links)  # of Links, it takes the iteration only
         lost_after = timedelta(seconds=0.02)
-        self.heartbeat = Heartbeat(links, lost_after, start, self.silent.append, self._on_beat)
+        self.heartbeat = Heartbeat(links, lost_after, start, self.silent.append, str, self._on_beat)
         self._left = 0
         self._done = threading.Event()
 
