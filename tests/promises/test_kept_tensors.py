@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe import verify
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, gradients, perceptron, rows
@@ -563,3 +564,44 @@ def test_model_whose_layers_keep_tensors(
             run(pipeline)
     finally:
         pipeline.close()
+
+
+class KeepsItsNorm(nn.Linear):
+    """Keeps a loss term, as a layer with a penalty of its activations may."""
+
+    norm: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.norm = y.square().mean()
+        return y
+
+
+@always_and_never
+@pytest.mark.parametrize("to", ["the input", "all parameters", "all by backward"])
+def test_gradients_of_some_leaves_warn_of_what_is_kept(pipe: Pipe, to: str) -> None:
+    """They do not go to the leaves whose gradient would raise, so a part would be missing."""
+    pipeline = pipe(around(KeepsItsNorm(3, 3)), [2, 2])
+    x = rows(7)
+
+    def gradient() -> None:
+        loss = a_loss(pipeline(x)) + the(KeepsItsNorm, pipeline).norm
+        if to == "all by backward":
+            loss.backward(inputs=list(pipeline.parameters()))
+        else:
+            sources = [x] if to == "the input" else list(pipeline.parameters())
+            torch.autograd.grad(loss, sources, allow_unused=True)
+
+    with pytest.warns(UserWarning, match=r"got layer 1\.norm\. If the loss uses one beside"):
+        gradient()
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_of_some_leaves_without_a_warning(pipe: Pipe) -> None:
+    """Nothing is kept; or its gradient goes to each leaf; or a verification runs."""
+    for layer in (nn.Linear(3, 3), KeepsItsNorm(3, 3)):
+        pipeline = pipe(around(layer), [2, 2])
+        a_loss(pipeline(rows(7))).backward()
+        verify(pipeline, rows(7)).check()
+    pipeline = pipe(around(nn.Linear(3, 3)), [2, 2])
+    torch.autograd.grad(a_loss(pipeline(rows(7))), list(pipeline.parameters()))

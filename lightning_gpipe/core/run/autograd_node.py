@@ -35,6 +35,7 @@ from torch.autograd.function import Function
 from lightning_gpipe.core.data import FlatTree, copy_marks, requires_grad
 from lightning_gpipe.core.faithful import not_compiled
 from lightning_gpipe.core.run.backward.sums import Gradients
+from lightning_gpipe.core.run.guards.lost_gradients import is_written
 from lightning_gpipe.core.run.minibatch import MiniBatch
 
 Compute = Callable[[Sequence[Tensor | None]], Iterable[Tensor | None]]
@@ -105,20 +106,23 @@ def attach(
     if not leaves.places:
         return list(outputs)
     input_leaves = _Leaves.among(inputs)
-    backward = BackwardOnce(partial(_run_backward_phase, minibatch, input_leaves.places, leaves))
     # The anchor makes backward run even if only tensors that nn.Module does not know need it.
     anchor = torch.empty((), device="cpu", requires_grad=True)
+    phase = partial(_run_backward_phase, minibatch, anchor, input_leaves.places, leaves)
+    backward = BackwardOnce(phase)
     sources = [anchor, *input_leaves.of(inputs), *minibatch.leaves]
     return leaves.replaced(outputs, connect(backward, sources, leaves.detached(outputs)))
 
 
 def _run_backward_phase(
     minibatch: MiniBatch,
+    anchor: Tensor,
     input_leaves: Sequence[tuple[int, int]],
     output_leaves: _Leaves,
     gradients: Sequence[Tensor | None],
 ) -> Gradients:
-    inputs, leaves = minibatch.backward(output_leaves.gradients(gradients))
+    to_all = is_written(anchor)
+    inputs, leaves = minibatch.backward(output_leaves.gradients(gradients), to_all=to_all)
     of_inputs = [inputs[i][k] if inputs[i] else None for i, k in input_leaves]
     return [None, *of_inputs, *leaves]
 

@@ -127,11 +127,14 @@ class MiniBatch(MiniBatchRun):
             library.end()
         return outputs
 
-    def backward(self, output_gradients: Sequence[Gradients]) -> tuple[list[Gradients], Gradients]:
+    def backward(
+        self, output_gradients: Sequence[Gradients], *, to_all: bool = True
+    ) -> tuple[list[Gradients], Gradients]:
         """Run the second phase, once.
 
         Args:
             output_gradients: For each micro-batch, the gradients of the leaves of its output.
+            to_all: Whether autograd writes the gradients of all leaves of the caller's graph.
 
         Returns:
             For each micro-batch the gradients of the leaves of its input, on their devices, or none
@@ -141,7 +144,7 @@ class MiniBatch(MiniBatchRun):
             # On forward's streams, for which those of backward then wait.
             with self.streams.entered():
                 with SharedErrors(self.equipment.transport), self.session:
-                    input_gradients, pairs = self._backward(output_gradients)
+                    input_gradients, pairs = self._backward(output_gradients, to_all)
                 gradients = sum_gradients(pairs, self.leaves)
             self.streams.lend(chain(*input_gradients, gradients))
         finally:
@@ -179,7 +182,7 @@ class MiniBatch(MiniBatchRun):
             yield RandomState.of(LIBRARIES)
 
     def _backward(
-        self, output_gradients: Sequence[Gradients]
+        self, output_gradients: Sequence[Gradients], to_all: bool
     ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
         self._unfinished.remove(self)  # this backward checks it
         self._unfinished.settle()
@@ -188,6 +191,8 @@ class MiniBatch(MiniBatchRun):
         for stage_pass in self.passes:
             stage_pass.lost_gradients.check()
             stage_pass.lost_gradients.check_graph()
+            if not to_all:
+                stage_pass.lost_gradients.warn_of_kept()
             stage_pass.check_unchanged()
         with self.context.default_dtype_set() if self.schedule.recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.

@@ -7,6 +7,7 @@ nothing is accumulated, and nothing flows into the caller's graph.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -201,7 +202,9 @@ def gradients_of(
     """
     if not roots or not sources:
         return [None] * len(sources)
-    with Context.capture(devices).without_autocast().entered():
+    with Context.capture(devices).without_autocast().entered(), warnings.catch_warnings():
+        # What layers keep is not in this loss.
+        warnings.filterwarnings("ignore", message=r"torch\.autograd\.grad and backward\(")
         gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True)
     kept = [
         gradient.flatten()[:: 1 + gradient.numel() // _THIN]

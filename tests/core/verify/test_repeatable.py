@@ -154,3 +154,26 @@ def test_layers_that_agree_run_once_plain() -> None:
     verified(linear(), Call(counted), linear(), chunks=7)
 
     assert calls.count(7) == 1
+
+
+class OwnNoise(nn.Module):
+    """Draws from a generator of its own: a number for each element, or one for all rows."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(self.shape or x.shape, generator=self.generator, dtype=x.dtype)
+
+
+@every_mode
+def test_layer_with_a_generator_of_its_own(mode: str) -> None:
+    """What it draws for each element follows the rows; what it draws in each call does not."""
+    verified(linear(), OwnNoise(), linear(), activation_checkpointing=mode).check()
+
+    parity = verified(linear(), OwnNoise(1), linear(), activation_checkpointing=mode)
+
+    with pytest.raises(RuntimeError, match=r"the output of layer 1 \('1', OwnNoise"):
+        parity.check()

@@ -58,11 +58,11 @@ def check_late_edit(error: RuntimeError, stage: Stage) -> None:
     """Raise instead of autograd's error if a tensor was edited that a backward needs."""
     if "modified by an inplace operation" in str(error):
         raise RuntimeError(
-            "a layer must not edit in forward what the backward of an earlier micro-batch needs: "
-            f"got an edit in {stage}, such as that of a frozen encoder that follows another one, "
-            "and gradients that pass through it. Write activation_checkpointing='always', which "
-            "keeps the values of each micro-batch, call the encoder under torch.no_grad(), or edit "
-            "it after the optimizer step."
+            "what a backward needs must not be edited between a forward and its backward: got an "
+            f"edit in {stage}, by a layer that runs for a later micro-batch or by other code. If a "
+            "layer edits it, such as a frozen encoder that follows another one, write "
+            "activation_checkpointing='always', which keeps the values of each micro-batch, call "
+            "the encoder under torch.no_grad(), or edit it after the optimizer step."
         ) from error
 
 

@@ -7,11 +7,13 @@ never get a gradient.
 
 Autograd has no list of the graphs that end in a leaf. But such a graph keeps its leaves alive:
 leaves that outlive their mini-batch belong to one, and get a hook that raises. A gradient that
-arrives earlier is in the leaf.
+arrives earlier is in the leaf. A backward for some leaves only, such as ``torch.autograd.grad``,
+goes to none of them: what layers keep is warned of.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -63,10 +65,21 @@ class LostGradients:
         """
         for reference, parameter in self._leaves():
             leaf = reference()
-            if leaf is not None and leaf.requires_grad:
-                node = get_gradient_edge(leaf).node
-                if torch._C._will_engine_execute_node(node):
-                    _refuse(self._stage, parameter, leaf)
+            if leaf is not None and leaf.requires_grad and is_written(leaf):
+                _refuse(self._stage, parameter, leaf)
+
+    def warn_of_kept(self) -> None:
+        """Warn of tensors that layers keep with a graph that ends in these leaves."""
+        leaves = {id(leaf) for reference, _ in self._leaves() if (leaf := reference()) is not None}
+        if names := _names_of_kept(self._stage, leaves):
+            warnings.warn(
+                "torch.autograd.grad and backward(inputs=...) do not count what a loss has of "
+                f"tensors that layers keep: got {', '.join(names)}. If the loss uses one beside "
+                "the pipeline's output, write loss_term(name, value) in the layer, and "
+                "collect_loss_terms() around its call, or let the layer return it. If not, keep it "
+                "without its graph: value.detach().",
+                stacklevel=2,
+            )
 
     def check_shadows(self) -> None:
         """Raise RuntimeError if a shadow has a gradient that the backward has not taken."""
@@ -201,17 +214,29 @@ def _called(stage: Stage, parameter: nn.Parameter | None) -> str:
     return f"{of} {stage}"
 
 
+def is_written(leaf: Tensor) -> bool:
+    """Return whether the backward that is running writes the gradient of a leaf."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # autograd.grad returns it; a sparse one has no view to find its node by
+        return False
+
+
 def _kept(stage: Stage, leaf: Tensor) -> str:
-    """Name kept tensors with ``leaf`` in their graph, as ``layer 3.attention.cache[0]``."""
-    names = [
+    names = _names_of_kept(stage, {id(leaf)})
+    return f" Such tensors are kept in {', '.join(names)}." if names else ""
+
+
+def _names_of_kept(stage: Stage, leaves: Collection[int]) -> list[str]:
+    """Name kept tensors with one of these in their graph, as ``layer 3.attention.cache[0]``."""
+    return [
         name
         for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True)
         for path, value in [*attributes_in(layer), *layer.named_buffers()]
         for name, tensor in _tensors_in(f"{title}.{path}", value)
         if tensor.grad_fn is not None
-        and any(other is leaf for other in leaves_behind([root_of(tensor)]))
+        and any(id(leaf) in leaves for leaf in leaves_behind([root_of(tensor)]))
     ]
-    return f" Such tensors are kept in {', '.join(names)}." if names else ""
 
 
 def _tensors_in(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
