@@ -75,6 +75,7 @@ OTHERS = [
 ]
 
 
+_SAID = "The message says what to write, by what was found."
 _FOUND = re.compile(r": (?:got|found)\b")
 
 
@@ -113,7 +114,7 @@ def _messages(path: Path) -> Iterator[tuple[str, str]]:
         must, *rest = _FOUND.split(text, maxsplit=1)
         way_out = "".join(rest).partition(". ")[2]
         if len(must) > 12 and way_out:
-            yield _cell(must), _cell(way_out)
+            yield _cell(must), _cell(_SAID if way_out == "…" else way_out)
 
 
 def _texts(node: ast.AST) -> Iterator[str]:

@@ -40,6 +40,7 @@ def test_drawn_fits(fit: Fit, tmp_path_factory: Paths) -> None:
     check(fit, run(fit, tmp_path_factory), run(fit, tmp_path_factory, plain=True))
 
 
+@pytest.mark.filterwarnings("ignore:verified. between a plain run")  # other random numbers
 @settings(max_examples=250 if SOAK else 4)
 @given(
     fit=fits(layers=[*LAYERS, *DRAWING, *DRAWING]),

@@ -20,8 +20,10 @@ from lightning_gpipe.core.schedules import ActivationCheckpointing
 def balance_by_parameters(module: nn.Sequential, stages: int) -> list[int]:
     """Balance the layers so that the stage with the most parameters has as few as possible.
 
-    >>> balance_by_parameters(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), stages=4)
-    [2, 2, 1, 1]
+    Example::
+
+        layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+        balance_by_parameters(layers, stages=4)  # [2, 2, 1, 1]
 
     The number of parameters is a good measure of the memory of a stage, and of its running time if
     the layers are of one kind. No layer is run, so the module may be on the ``meta`` device.
