@@ -410,7 +410,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         try:
-            with self._replicas.averaging():
+            with self._replicas.in_step():
                 return super().backward(*args, **kwargs)
         except RuntimeError as error:
             refuse_second_backward(error)
@@ -450,7 +450,8 @@ class GPipeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._steps is None:  # the Trainer runs nothing, so nothing is piped
             return super().training_step(*args, **kwargs)
-        return self._steps.training(super().training_step, self.precision_plugin, args, kwargs)
+        with self._replicas.in_step():
+            return self._steps.training(super().training_step, self.precision_plugin, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

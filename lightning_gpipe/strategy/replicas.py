@@ -99,11 +99,11 @@ class Replicas:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""
         return Journal().changed([(Attributes(self), "_accumulates", True)])
 
-    def averaging(self) -> AbstractContextManager[None]:
-        """A ``with`` block that waits for the gradients of all replicas, if it averages them."""
+    def in_step(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which DistributedDataParallel may wait for the other replicas."""
         if self._across is None or self._accumulates:
             return nullcontext()
-        return self._everyone.within("the gradients of all replicas")
+        return self._everyone.within("a step of all replicas")
 
     def after_backward(self) -> None:
         """Give the processes of a pipeline the same gradients of what each of them has."""

@@ -77,7 +77,7 @@ class UserCollectives:
             self._thread.join(_JOIN)
 
     def beat(self, limit: int, *, unnoticed: bool, in_vain: bool) -> None:
-        """Abort the waits if a failure is unnoticed here for ``limit`` beats, or they are in vain."""
+        """Abort the waits if a failure is unnoticed for ``limit`` beats, or they are in vain."""
         before = self._beats
         self._beats = max(before + 1, limit * in_vain) if unnoticed else 0
         if before < limit <= self._beats:
