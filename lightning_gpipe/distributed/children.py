@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from subprocess import Popen
@@ -37,6 +37,7 @@ class Scripts(_SubprocessScriptLauncher):
     Args:
         cluster_environment, num_processes, num_nodes: See Lightning's launcher.
         timeout: How long the others may go on when this process ends without an error.
+        on_error: Called with an error before callbacks are, which may wait for the others.
     """
 
     def __init__(
@@ -45,18 +46,21 @@ class Scripts(_SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         timeout: timedelta,
+        on_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._timeout = timeout
+        self._on_error = on_error
         self._failed = False
 
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().launch(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._failed = True
             self._dismiss_observer()
+            self._on_error(error)
             raise
 
     @override

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -79,6 +79,11 @@ class Group:
         if self.process_group is not None:
             abort_group(self.process_group)
 
+    def within(self, what: str) -> AbstractContextManager[None]:
+        """A ``with`` block that is one operation of all processes, and is not compared."""
+        self._operations += 1
+        return OWN.within(self._name, self._operations, self.ranks, what)
+
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
         """A ``with`` block that is one operation of all processes, which compare what it is for.
@@ -88,10 +93,9 @@ class Group:
             OutOfStep: If some are in another operation; names it.
             RuntimeError: If some do not come in time; names them, and where they are.
         """
-        self._operations += 1
         began = time.monotonic()
         try:
-            with OWN.within(self._name, self._operations, self.ranks, what):
+            with self.within(what):
                 self._compare(what)
                 yield
         except RuntimeError as error:
@@ -99,7 +103,7 @@ class Group:
                 raise
             if time.monotonic() - began >= self._timeout.total_seconds():
                 raise RuntimeError(self._late(what)) from error
-            failure = self._failure()
+            failure = self._failure(_FAILURE_TIMEOUT)
             if failure is not None:
                 raise type(failure)(f"{failure}, while {what} was awaited") from error
             raise
@@ -107,6 +111,8 @@ class Group:
     def _compare(self, what: str) -> None:
         purposes = self._texts(what)
         if len(set(purposes)) > 1:
+            if (failure := self._failure(_POLL)) is not None:
+                raise failure
             lines = self._texts(users_line())
             described = (
                 f"rank {rank} waits for {purpose} (at {line})"
@@ -138,9 +144,9 @@ class Group:
             "GPipeStrategy(timeout=...)."
         )
 
-    def _failure(self) -> RankFailed | OutOfStep | None:
-        """Return how another process has failed, as soon as it is known."""
-        deadline = time.monotonic() + _FAILURE_TIMEOUT
+    def _failure(self, within: float) -> RankFailed | OutOfStep | None:
+        """Return how another process has failed, as soon as it is known, or None."""
+        deadline = time.monotonic() + within
         while self.watchers and time.monotonic() < deadline:
             for watcher in self.watchers:
                 if (failure := watcher.failure(_POLL)) is not None:

@@ -68,7 +68,8 @@ class Checkpoints:
     # Saving, in the processes that have a part in it.
 
     def module_state(self, module: LightningModule) -> dict[str, Any]:
-        if not self._processes.meet_to_save():
+        step = "" if module._trainer is None else f" of step {module.global_step}"
+        if not self._processes.meet_to_save(f"a checkpoint{step}"):
             return {}
         group = self._processes.pipeline_group
         if group is None:
@@ -77,7 +78,7 @@ class Checkpoints:
         return state_of(module, group, self._processes.elsewhere)
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if not self._processes.meet_to_save():
+        if not self._processes.meet_to_save("the state of an optimizer"):
             return {}
         group = self._processes.pipeline_group
         if not self._sharded:

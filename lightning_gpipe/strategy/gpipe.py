@@ -30,6 +30,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
@@ -49,6 +50,7 @@ from lightning_gpipe.distributed import Group, Mode, SharedLoader
 from lightning_gpipe.strategy.adapters.averages import Averages
 from lightning_gpipe.strategy.adapters.methods import adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
+from lightning_gpipe.strategy.adapters.signals import Signals
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import compile_layers
 from lightning_gpipe.strategy.options import (
@@ -189,6 +191,7 @@ class GPipeStrategy(ParallelStrategy):
         self._accelerator_of_trainer: Accelerator | None = None
         self._averages = Averages()
         self._profiling = Profiling()
+        self._signals = Signals(self._processes)
         self._changes = Journal()  # of the user's modules and callbacks, until teardown
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
         self._random_states = RandomStates(self._processes)
@@ -319,7 +322,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = self._processes.launcher(self)
+        self._launcher = self._processes.launcher(self, self._tell)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -388,6 +391,7 @@ class GPipeStrategy(ParallelStrategy):
         guard_logs(module, changes)
         layout = piped.pipeline.layout
         adapt_callbacks(callbacks, changes, layout, self.options.replicas)
+        self._signals.follow(trainer, changes)
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)
 
@@ -406,7 +410,8 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         try:
-            return super().backward(*args, **kwargs)
+            with self._replicas.in_step():
+                return super().backward(*args, **kwargs)
         except RuntimeError as error:
             refuse_second_backward(error)
             raise
@@ -445,7 +450,8 @@ class GPipeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._steps is None:  # the Trainer runs nothing, so nothing is piped
             return super().training_step(*args, **kwargs)
-        return self._steps.training(super().training_step, self.precision_plugin, args, kwargs)
+        with self._replicas.in_step():
+            return self._steps.training(super().training_step, self.precision_plugin, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -541,15 +547,21 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._piped is not None:
-            self._piped.pipeline.tell(exception)  # others would wait for this process
         self._profiling.abort()
-        self._processes.tell(exception)
         self._train_alone()  # what was adapted refers to the process groups
         self._processes.leave()
 
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other processes of an error, unless Lightning raises it in all of them."""
+        if isinstance(error, SIGTERMException | _TunerExitException):
+            return
+        if self._piped is not None:
+            self._piped.pipeline.tell(error)
+        self._processes.tell(error)
+
     @override
     def teardown(self) -> None:
+        self._signals.release()
         if self._piped is not None:
             self._piped.remove()
         self._train_alone()

@@ -8,7 +8,7 @@ launchers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,12 @@ from typing_extensions import override
 from lightning_gpipe.checkpoints import load_state
 from lightning_gpipe.core.faithful import RandomState, add_note
 from lightning_gpipe.core.run import Engine
-from lightning_gpipe.core.transport import RankFailed, choose_interface, start_timeout
+from lightning_gpipe.core.transport import (
+    RankFailed,
+    choose_interface,
+    is_broken_connection,
+    start_timeout,
+)
 from lightning_gpipe.distributed import (
     AFTER_FAILURE,
     Arrangement,
@@ -123,15 +128,17 @@ class Processes:
 
     # Starting and connecting them.
 
-    def launcher(self, strategy: ParallelStrategy) -> Scripts | _ProcessLauncher | None:
+    def launcher(
+        self, strategy: ParallelStrategy, on_error: Callable[[BaseException], None]
+    ) -> Scripts | _ProcessLauncher | None:
         if not self.launched:
             return None
         assert self._environment is not None, "the Trainer has found one"
         method = self.options.start_method
         if method != "popen":
             return _ProcessLauncher(strategy, self, method)
-        processes = self.arrangement.on_each_node
-        return Scripts(self._environment, processes, self._nodes, self.options.timeout)
+        processes, timeout = self.arrangement.on_each_node, self.options.timeout
+        return Scripts(self._environment, processes, self._nodes, timeout, on_error)
 
     def _set_ranks(self) -> None:
         if self._ranks is None:
@@ -190,13 +197,19 @@ class Processes:
             self.groups.watch(engine)
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other processes of an error; note in it if one of them had failed before."""
+        """Tell the other processes of an error; note in it if one of them had failed before.
+
+        Raises:
+            RankFailed, OutOfStep: In place of an error of the network that comes of it.
+        """
         if self.groups is None:
             return
         failure = self.groups.lifeline.failure(0.0)
+        self.groups.lifeline.tell(error)
+        if failure is not None and is_broken_connection(error):
+            raise failure from error
         if failure is not None and not isinstance(error, RankFailed):
             add_note(error, f"{failure}")
-        self.groups.lifeline.tell(error)
 
     def leave(self) -> None:
         if self.groups is not None:
@@ -215,12 +228,10 @@ class Processes:
         if self.groups is not None:
             self.groups.everyone.meet(purpose)
 
-    def meet_to_save(self) -> bool:
+    def meet_to_save(self, what: str) -> bool:
         """Wait until all processes are here; return True if this one saves something."""
-        if self.groups is None:
-            return True
-        self.meet("save a checkpoint")
-        return self.replica == 0
+        self.meet(f"save {what}")
+        return self.groups is None or self.replica == 0
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         return value if self.groups is None else self.groups.everyone.broadcast(value, source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.distributed import (
@@ -26,6 +27,7 @@ from torchmetrics import Metric
 
 from lightning_gpipe.core.faithful import Attributes, Journal, Manager
 from lightning_gpipe.distributed import (
+    Group,
     SameParameters,
     check_options,
     check_static_graph,
@@ -61,6 +63,11 @@ class Replicas:
         groups = self._processes.groups
         return groups.across if groups is not None and self._processes.replicated else None
 
+    @property
+    def _everyone(self) -> Group:
+        assert self._processes.groups is not None, "replicas are connected"
+        return self._processes.groups.everyone
+
     # Values and gradients.
 
     def wrapped(self, module: LightningModule) -> nn.Module:
@@ -91,6 +98,12 @@ class Replicas:
     def accumulating(self) -> Manager:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""
         return Journal().changed([(Attributes(self), "_accumulates", True)])
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which DistributedDataParallel may wait for the other replicas."""
+        if self._across is None or self._accumulates:
+            return nullcontext()
+        return self._everyone.within("a step of all replicas")
 
     def after_backward(self) -> None:
         """Give the processes of a pipeline the same gradients of what each of them has."""
@@ -148,13 +161,15 @@ class Replicas:
         across = self._across
         if across is None or not isinstance(tensor, Tensor):
             return tensor
-        return _sync_ddp_if_available(tensor, across, reduce_op=reduce_op)
+        with self._everyone.waiting_for("a reduction over replicas"):
+            return _sync_ddp_if_available(tensor, across, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
         across = self._across
         if across is None:
             return tensor
-        return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
+        with self._everyone.waiting_for("the values of all replicas"):
+            return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
 
 
 def _trainable(module: nn.Module) -> set[int]:

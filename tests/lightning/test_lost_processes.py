@@ -124,7 +124,7 @@ def test_process_that_is_lost_after_a_fit_is_named_by_a_save(
         message = ranks.result(1 - rank)
 
     assert message.startswith(f"RankFailed | rank {rank} (stage {rank}) is lost: ")
-    assert message.endswith(", while the last process to save a checkpoint was awaited")
+    assert message.endswith(", while the last process to save a checkpoint of step 3 was awaited")
 
 
 def own_threads() -> set[str]:
@@ -158,7 +158,7 @@ def test_process_that_ends_after_a_fit_is_named_by_a_save(tmp_path: Path) -> Non
         ranks.start(train_and_end, tmp_path, 1)
         message = ranks.result(0)
 
-    how = "rank 1 has ended, while the last process to save a checkpoint was awaited"
+    how = "rank 1 has ended, while the last process to save a checkpoint of step 3 was awaited"
     assert message == f"RankFailed | {how}"
 
 

@@ -147,6 +147,7 @@ class PipedModule:
         if self.frontend.takes_batch:  # other front-ends have asked
             pipeline.reset_patches()  # the user may call the module itself
             if is_traced(values[0], self.module.parameters()):
+                _check_here(len(pipeline.stages), pipeline.layout.n)
                 with pipeline.engine.exclusive():
                     return walk_program(pipeline.stages, program, values)
         self.runs += 1
@@ -154,6 +155,16 @@ class PipedModule:
             self.check(self, program, values)
         return pipeline.run_program(
             program, values, chunks=chunks, stacked=self.frontend.takes_batch
+        )
+
+
+def _check_here(here: int, stages: int) -> None:
+    """Refuse to record a model whose stages are in several processes."""
+    if here < stages:
+        raise RuntimeError(
+            "what records a model, such as TensorBoardLogger(log_graph=True), needs all of its "
+            f"stages in this process: got {here} of {stages}. Leave it out, or record the model "
+            "before it is a pipeline."
         )
 
 

@@ -17,7 +17,10 @@ from lightning_gpipe.core.transport.interface import (
     Transport,
 )
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
-from lightning_gpipe.core.transport.process_group.abort import abort_group
+from lightning_gpipe.core.transport.process_group.abort import (
+    abort_group,
+    is_broken_connection,
+)
 from lightning_gpipe.core.transport.process_group.connecting.address import choose_interface
 from lightning_gpipe.core.transport.process_group.connecting.groups import (
     Lifeline,
@@ -65,6 +68,7 @@ __all__ = [
     "bytes_in",
     "call_with_timeout",
     "choose_interface",
+    "is_broken_connection",
     "join_processes",
     "receive_value",
     "send_value",

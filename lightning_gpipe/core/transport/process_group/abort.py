@@ -15,11 +15,12 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import DistError, ProcessGroup
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 _TAG = 7_299  # nobody sends with it
 _JOIN = 5.0  # seconds
+_GLOO = ("gloo", "pair closure")  # in its messages, for its errors have no type of their own
 
 
 def abort_gloo(group: Any, rank: int) -> None:
@@ -39,6 +40,13 @@ def abort_group(group: ProcessGroup) -> None:
         else:
             with suppress(RuntimeError):
                 backend.abort()
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Return True for an error of torch.distributed, which names no process."""
+    return isinstance(error, DistError) or (
+        type(error) is RuntimeError and any(each in str(error) for each in _GLOO)
+    )
 
 
 class UserCollectives:
@@ -68,10 +76,11 @@ class UserCollectives:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN)
 
-    def beat(self, limit: int, *, unnoticed: bool) -> None:
-        """Abort the waits at the ``limit``-th beat in a row with an unnoticed failure."""
-        self._beats = self._beats + 1 if unnoticed else 0
-        if self._beats == limit:
+    def beat(self, limit: int, *, unnoticed: bool, in_vain: bool) -> None:
+        """Abort the waits if a failure is unnoticed for ``limit`` beats, or they are in vain."""
+        before = self._beats
+        self._beats = max(before + 1, limit * in_vain) if unnoticed else 0
+        if before < limit <= self._beats:
             self.abort()
 
     def _abort(self) -> None:

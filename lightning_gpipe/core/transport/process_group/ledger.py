@@ -87,6 +87,11 @@ class Ledger:
         """The counts that are equal in processes that have done the same."""
         return self.failed, self.begun, self.closed
 
+    @property
+    def has_failed(self) -> bool:
+        """True from a failure of this process until its next exchange."""
+        return self.failed > 0 and self.begun == 0
+
     def fail(self, *, running: bool) -> tuple[int, bool]:
         """Record that this process has failed; the next exchange is the first of another count.
 

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
 from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
+from lightning_gpipe.core.transport.process_group.requests import Requests
 from lightning_gpipe.core.transport.process_group.whereabouts import OWN, Waits
 from lightning_gpipe.core.transport.process_group.wire.link import PendingSend
 from lightning_gpipe.core.transport.process_group.wire.links import Links
@@ -56,6 +57,7 @@ class Office:
         ranks: The global ranks of the connected processes.
         ledger: The state of the others.
         links: The connections to them.
+        requests: The requests to all of them.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Office:
         self._lock = threading.RLock()  # a garbage collection may close a pipeline
         self._process = os.getpid()
         self.ledger = Ledger()
+        self.requests = Requests(self._rank, len(ranks))
         self._recipient: Recipient | None = None  # the exchange that runs
         self._early: dict[int, list[tuple[int, Header, Mail]]] = {}  # for later exchanges
         self.links = Links(group, self._deliver, self._on_message, self._disconnect)
@@ -212,7 +215,7 @@ class Office:
         if isinstance(content, Mail):
             self._deliver_mail(rank, header, content)
         elif header.code == MessageCode.BEAT:
-            self._waits.hear(self.ranks[rank], content)
+            self.requests.hear(rank, self._waits.hear(self.ranks[rank], content).requests)
         elif header.code == MessageCode.LOST:
             ranks, how = json.loads(content)
             self._lose([], Failure(tuple(ranks), how))
@@ -293,14 +296,17 @@ class Office:
         self._tell_all(Header(MessageCode.LOST, 0), json.dumps(failure))
 
     def _whereabouts(self) -> str:
-        own = OWN.encode()
+        own = OWN.encode(self.requests.tell())
         self._waits.hear(self.ranks[self._rank], own)
         return own
 
     def _beat(self) -> None:
-        if text := self._waits.in_vain():
-            self._tell_loss(Failure((), text))
-            self._lose([], Failure((), text))
+        text = self._waits.in_vain()
         with self._lock:
             unnoticed = self._recipient is None and self.ledger.failure_next is not None
-        self._user_collectives.beat(self._heartbeat.limit, unnoticed=unnoticed)
+            failed = unnoticed or self.ledger.has_failed  # of which the waits come
+        if text and not failed:
+            self._tell_loss(Failure((), text))
+            self._lose([], Failure((), text))
+        limit = self._heartbeat.limit
+        self._user_collectives.beat(limit, unnoticed=unnoticed, in_vain=bool(text))

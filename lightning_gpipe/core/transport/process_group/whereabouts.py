@@ -50,6 +50,7 @@ class Whereabouts:
         number: The number of the operation in its group.
         ranks: The global ranks of the group.
         begun: The number of the last operation begun in each group.
+        requests: The requests to all processes, see :meth:`Requests.tell`.
     """
 
     line: str = ""
@@ -58,6 +59,7 @@ class Whereabouts:
     number: int = 0
     ranks: Sequence[int] = ()
     begun: Mapping[str, int] = field(default_factory=dict)
+    requests: Mapping[str, int] = field(default_factory=dict)
 
     def waits_for(self, rank: int, other: Whereabouts) -> bool:
         """Return True if this process waits until another one comes, which waits itself."""
@@ -100,12 +102,12 @@ class OwnWhereabouts:
         """End the operation of a group, if there is one."""
         self._present = [each for each in self._present if each.group != group]
 
-    def encode(self) -> str:
-        """Return what this process does now, as a heartbeat carries it."""
+    def encode(self, requests: Mapping[str, int]) -> str:
+        """Return what this process does now, and the requests, as a heartbeat carries them."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
-        values = asdict(present) | {"line": users_line(frame), "begun": {**self._begun}}
-        return json.dumps(values)
+        now = {"line": users_line(frame), "begun": {**self._begun}, "requests": requests}
+        return json.dumps(asdict(present) | now)
 
 
 OWN = OwnWhereabouts()  # state of the process, as the process groups of torch.distributed are
@@ -126,11 +128,12 @@ class Waits:
         self._latest: dict[int, Whereabouts] = {rank: Whereabouts() for rank in ranks}
         self._beats = dict.fromkeys(ranks, 0)  # for how many each has done the same
 
-    def hear(self, rank: int, encoded: str) -> None:
-        """Record the whereabouts that a beat of a process carries."""
+    def hear(self, rank: int, encoded: str) -> Whereabouts:
+        """Record and return the whereabouts that a beat of a process carries."""
         present = Whereabouts(**json.loads(encoded))
         self._beats[rank] = self._beats[rank] + 1 if present == self._latest[rank] else 0
         self._latest[rank] = OBSERVED[rank] = present
+        return present
 
     def in_vain(self) -> str:
         """Return an error message if some wait for one another and nothing moves, or nothing."""

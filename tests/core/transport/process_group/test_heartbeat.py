@@ -5,13 +5,16 @@ The beats are counted, so that no test depends on how long they take.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from lightning_gpipe.core.transport.process_group import heartbeat
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
 from tests.support.waiting import PATIENCE
 
@@ -121,3 +124,20 @@ def test_beats_that_were_missed_before_a_stop_do_not_count(watch: Watch) -> None
         watch.run(watch.heartbeat.limit - 1)
 
     assert watch.silent == []
+
+
+def test_processes_that_did_not_run_themselves_do_not_blame_one_another(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once two ranks did on a busy machine, each of whose beats was late."""
+    for rank in RANKS:
+        watch.heartbeat.reset(rank)
+    now = itertools.count(step=10.0)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: next(now)))
+
+    watch.run(5 * watch.heartbeat.limit)
+    assert watch.silent == []
+
+    monkeypatch.undo()
+    watch.run(5 * watch.heartbeat.limit)
+    assert watch.silent == [RANKS]

@@ -77,7 +77,7 @@ def test_a_process_that_moves_is_not_stuck() -> None:
 
 
 def decoded(own: OwnWhereabouts) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(own.encode())
+    values: dict[str, Any] = json.loads(own.encode({}))
     return values
 
 

@@ -27,8 +27,10 @@ from lightning_gpipe.core.transport.process_group.connecting.shared_connections 
     SharedOffice,
 )
 from lightning_gpipe.core.transport.process_group.office import START, Office
+from lightning_gpipe.core.transport.process_group.requests import Requests
 
 _LOST_AFTER = timedelta(seconds=30)
+_POLL = 0.1  # seconds
 
 
 def start_timeout(lost_after: timedelta | None) -> timedelta:
@@ -116,7 +118,31 @@ class Lifeline:
     def __init__(self, lost_after: timedelta | None = None) -> None:
         self._connection = connect(None, lost_after, ())
         self._office = self._connection.office
+        # New, for steps are counted from a start that all processes have in common.
+        self._requests = self._office.requests = Requests(dist.get_rank(), dist.get_world_size())
         self._connection.keep()
+
+    def ask(self, request: str) -> None:
+        """Ask all processes to fulfil a request; a signal handler may call this."""
+        self._requests.ask(request)
+
+    def end_step(self) -> list[str]:
+        """Count a step that all processes have in common.
+
+        Returns:
+            The requests that all of them fulfil after this step.
+
+        Raises:
+            RankFailed: If that cannot be known, since another one has failed.
+        """
+        self._requests.end_step()
+        while True:
+            absence = self._office.absence()
+            due = self._requests.due(() if absence is None else absence.ranks)
+            if due is not None:
+                return due
+            if (failure := self._office.failure(_POLL)) is not None:
+                raise failure.error(self._office.ranks)
 
     def tell(self, error: BaseException) -> None:
         """Tell all others that this process has failed."""
