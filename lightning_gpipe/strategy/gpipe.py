@@ -23,6 +23,7 @@ from typing import Any, Literal
 import rich
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -45,7 +46,7 @@ from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import refuse_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
-from lightning_gpipe.distributed import Group, Mode, SharedLoader
+from lightning_gpipe.distributed import Group, Mode, SharedLoader, refuse_world_size
 from lightning_gpipe.strategy.adapters.averages import Averages
 from lightning_gpipe.strategy.adapters.methods import adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
@@ -268,6 +269,8 @@ class GPipeStrategy(ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
+        """The number of processes, of which those of one pipeline share their batches."""
+        self._replicas.world_size_calls.note("trainer.world_size")
         return self._processes.arrangement.world_size
 
     @property
@@ -284,6 +287,16 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def node_rank(self) -> int:
         return self._processes.node_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of pipelines: of the parts into which rows are divided."""
+        return self.options.replicas
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of this process's pipeline, and of its part of the rows."""
+        return self._processes.replica
 
     @property
     def is_distributed(self) -> bool:
@@ -303,7 +316,7 @@ class GPipeStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self._processes.options.replicas, "rank": self._processes.replica}
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @property
     @override
@@ -382,7 +395,7 @@ class GPipeStrategy(ParallelStrategy):
         if self.options.save_distributed_checkpoint:
             refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
-        self._replicas.begin(module, self.precision_plugin, piped.around())
+        self._replicas.begin(self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
         guard_logs(module, changes)
@@ -399,7 +412,11 @@ class GPipeStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         self._random_states.process_dataloader(dataloader, self._root.trainer)
         group = self.pipeline_group
-        return dataloader if group is None else SharedLoader(dataloader, group)
+        if group is None:
+            return dataloader
+        refuse_world_size(dataloader, self.world_size, self.data_parallel_size)
+        _auto_add_worker_init_fn(dataloader, self.data_parallel_rank)
+        return SharedLoader(dataloader, group)
 
     # Backward.
 
