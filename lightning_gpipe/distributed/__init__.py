@@ -16,7 +16,7 @@ from lightning_gpipe.distributed.gathering import (
     whole_optimizer_state,
     whole_state,
 )
-from lightning_gpipe.distributed.gradients import SameParameters
+from lightning_gpipe.distributed.gradients import SameParameters, gradient_norms
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
 from lightning_gpipe.distributed.rendezvous import start_together
@@ -38,6 +38,7 @@ __all__ = [
     "connect",
     "end",
     "equalise",
+    "gradient_norms",
     "own_optimizer_keys",
     "own_state",
     "refuse_world_size",

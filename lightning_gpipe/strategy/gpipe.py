@@ -31,7 +31,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +62,7 @@ from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
     check_environment,
     check_fit,
+    explain_meta,
     refuse_a_second_trainer,
     refuse_in_parts,
     refuse_metrics_on_meta,
@@ -249,6 +250,21 @@ class GPipeStrategy(ParallelStrategy):
         self._averages.follow(self._root)
         self._measured_balances.replace(self._piped.modules, self._piped.pipeline.balances)
 
+    def grad_norm(
+        self, module: nn.Module, norm_type: float = 2.0, group_separator: str = "/"
+    ) -> dict[str, float]:
+        """Return the norms of the gradients of all stages, as Lightning's ``grad_norm`` names them.
+
+        That of lightning.pytorch.utilities has the gradients of the stages of one process. All
+        processes call this together, as in ``on_before_optimizer_step``.
+
+        Args:
+            module: The LightningModule, or a module in it.
+            norm_type: The kind of norm, such as ``float("inf")``.
+            group_separator: What is between ``grad_2.0_norm`` and the name of a parameter.
+        """
+        return self._replicas.grad_norm(module, float(norm_type), group_separator)
+
     # The Trainer and its environment.
 
     @property
@@ -398,7 +414,7 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        guard_logs(module, changes)
+        guard_logs(module, changes, split=processes.split)
         layout = piped.pipeline.layout
         adapt_callbacks(callbacks, changes, layout, self.options.replicas)
         self._profiling.follow(profiler_of(module), piped.pipeline)
@@ -560,6 +576,8 @@ class GPipeStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._piped is not None:
             self._piped.pipeline.tell(exception)  # others would wait for this process
+        if self._processes.split:
+            explain_meta(exception, self._root)
         self._profiling.abort()
         self._processes.tell(exception)
         self._train_alone()  # what was adapted refers to the process groups

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _sync_ddp_if_available,
@@ -30,6 +31,7 @@ from lightning_gpipe.distributed import (
     check_options,
     check_static_graph,
     equalise,
+    gradient_norms,
     replicated,
 )
 from lightning_gpipe.strategy.processes import Processes
@@ -122,6 +124,16 @@ class Replicas:
             self._together = None
         self.world_size_calls.release()
         self._changes.undo()
+
+    def grad_norm(self, module: nn.Module, norm_type: float, separator: str) -> dict[str, float]:
+        """Return the norms of the gradients of all processes of a pipeline, by name."""
+        named = dict(module.named_parameters())
+        of_all = gradient_norms if self._together is None else self._together.norms
+        pairs = zip(named, of_all(list(named.values()), norm_type), strict=True)
+        prefix = f"grad_{norm_type}_norm"
+        norms = {f"{prefix}{separator}{name}": x for name, x in pairs if x is not None}
+        total = torch.linalg.vector_norm(torch.tensor([*norms.values()]).double(), norm_type)
+        return {**norms, f"{prefix}_total": float(total)}
 
     # Reductions.
 
