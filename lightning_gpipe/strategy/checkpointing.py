@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.checkpoints import (
@@ -67,7 +68,7 @@ class Checkpoints:
 
     # Saving, in the processes that have a part in it.
 
-    def module_state(self, module: LightningModule) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
         if not self._processes.meet_to_save():
             return {}
         group = self._processes.pipeline_group

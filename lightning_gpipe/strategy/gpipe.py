@@ -189,10 +189,10 @@ class GPipeStrategy(ParallelStrategy):
         self.num_nodes = 1  # a Trainer sets it
         # Not in the attribute of the base class, where a second Trainer would report another error.
         self._accelerator_of_trainer: Accelerator | None = None
-        self._averages = Averages()
         self._profiling = Profiling()
         self._changes = Journal()  # of the user's modules and callbacks, until teardown
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
+        self._averages = Averages(self._checkpoints.module_state)
         self._random_states = RandomStates(self._processes)
         self._measured_balances = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()

@@ -139,7 +139,7 @@ def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
 
 
 def _refuse_over_processes(callback: Callback) -> None:
-    if isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+    if isinstance(callback, StochasticWeightAveraging | ModelPruning):
         raise ValueError(
             f"{type(callback).__name__} needs the values of all parameters, and a process has "
             "those of its own stages only. Leave it out, or write processes='single'."
