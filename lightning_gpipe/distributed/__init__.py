@@ -8,6 +8,7 @@ of their own, and average their gradients.
 
 from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
 from lightning_gpipe.distributed.comparison import check_same, run_step, shapes, versions
+from lightning_gpipe.distributed.data_parallel import WorldSizeCalls, refuse_world_size
 from lightning_gpipe.distributed.ddp import check_options, check_static_graph, equalise, replicated
 from lightning_gpipe.distributed.gathering import (
     own_optimizer_keys,
@@ -15,11 +16,11 @@ from lightning_gpipe.distributed.gathering import (
     whole_optimizer_state,
     whole_state,
 )
-from lightning_gpipe.distributed.gradients import SameParameters
+from lightning_gpipe.distributed.gradients import SameParameters, gradient_norms
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
 from lightning_gpipe.distributed.rendezvous import start_together
-from lightning_gpipe.distributed.shared_batches import SharedLoader, original_loader
+from lightning_gpipe.distributed.shared_batches import SharedLoader
 
 __all__ = [
     "AFTER_FAILURE",
@@ -30,15 +31,17 @@ __all__ = [
     "SameParameters",
     "Scripts",
     "SharedLoader",
+    "WorldSizeCalls",
     "check_options",
     "check_same",
     "check_static_graph",
     "connect",
     "end",
     "equalise",
-    "original_loader",
+    "gradient_norms",
     "own_optimizer_keys",
     "own_state",
+    "refuse_world_size",
     "replicated",
     "run_step",
     "shapes",

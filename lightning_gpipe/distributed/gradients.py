@@ -7,6 +7,7 @@ are those of one process: a norm is made of the norms of the single parameters, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -57,19 +58,25 @@ class SameParameters:
         """Restore the methods of the plugin and its scaler."""
         self._changes.undo()
 
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the gradients of all processes, which have them in the same order."""
-        parameters = list(self._plugin.main_params(optimizer))
-        norms = torch.zeros(2, len(parameters), dtype=torch.float64)  # and 1 if there is a gradient
-        dtype = torch.float32
-        for k, parameter in enumerate(parameters):
-            dtype = parameter.dtype if k == 0 else torch.promote_types(dtype, parameter.dtype)
+    def norms(
+        self, parameters: Sequence[nn.Parameter], norm_type: float = 2.0
+    ) -> list[float | None]:
+        """Return :func:`gradient_norms` of all processes, which have the same order."""
+        own = gradient_norms(parameters, norm_type)
+        norms = torch.zeros(2, len(own), dtype=torch.float64)  # and 1 if there is a gradient
+        for k, (parameter, norm) in enumerate(zip(parameters, own, strict=True)):
             counts_here = self._group.rank == 0 or id(parameter) not in self._around_ids
-            if parameter.grad is not None and counts_here:
-                norm = torch.linalg.vector_norm(parameter.grad)
-                norms[:, k] = torch.tensor([float(norm), 1.0], dtype=torch.float64)
-        sums, there = self._group.sum(norms)
-        total = torch.linalg.vector_norm(sums[there > 0].to(dtype))
+            if norm is not None and counts_here:
+                norms[:, k] = torch.tensor([norm, 1.0], dtype=torch.float64)
+        sums = self._group.sum(norms).T.tolist()
+        return [norm if there else None for norm, there in sums]
+
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm of the gradients of all processes."""
+        parameters = list(self._plugin.main_params(optimizer))
+        dtype = reduce(torch.promote_types, [x.dtype for x in parameters] or [torch.float32])
+        norms = [norm for norm in self.norms(parameters) if norm is not None]
+        total = torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype))
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
     def _unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
@@ -83,3 +90,9 @@ class SameParameters:
         for flag in infinite_on.values():
             flag.fill_(float(infinite))
         return infinite_on
+
+
+def gradient_norms(parameters: Sequence[nn.Parameter], norm_type: float) -> list[float | None]:
+    """Return the norm of each parameter's gradient here; None where there is none."""
+    grads = (parameter.grad for parameter in parameters)
+    return [None if x is None else float(torch.linalg.vector_norm(x, norm_type)) for x in grads]

@@ -13,7 +13,6 @@ from itertools import count as count_up
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
 from lightning_gpipe.core.faithful import RandomState
@@ -25,22 +24,36 @@ _INDICES = "seen_batch_indices"  # of a prediction's batch sampler, for callback
 class SharedLoader:
     """A dataloader whose batches the first process loads, and all processes get.
 
-    If the dataloader has a state, which checkpoints keep, this one has the same.
+    Otherwise it is that dataloader: the Trainer and the user's code find its attributes, and its
+    class by ``isinstance``, and what they set is set there.
     """
 
+    loader: Any = None  # of an object that is being copied
+
     def __init__(self, loader: Any, group: Group) -> None:
-        self.loader = loader
-        self.dataset = getattr(loader, "dataset", None)
-        # The Trainer sets the epoch of both.
-        self.sampler = getattr(loader, "sampler", None)
-        self.batch_sampler = getattr(loader, "batch_sampler", None)
-        if isinstance(loader, _Stateful):
-            self.state_dict = loader.state_dict
-            self.load_state_dict = loader.load_state_dict
-        self._group = group
-        self._iterations = 0  # over the batches, so far
+        if isinstance(loader, SharedLoader):  # of an earlier run, in a CombinedLoader
+            loader = loader.loader
         # The first one's length for all: a shorter loop would take another broadcast for a batch.
-        self._length: int | None = group.broadcast(sized_len(loader))
+        length: int | None = group.broadcast(sized_len(loader))
+        # Iterations over the batches are counted.
+        vars(self).update(loader=loader, _group=group, _length=length, _iterations=0)
+
+    @property  # type: ignore[misc]  # isinstance reads it, and nothing sets it
+    def __class__(self) -> Any:
+        return type(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
+
+    @property
+    def _batch_sampler(self) -> Any:
+        return getattr(self.loader, "batch_sampler", None)
 
     def __len__(self) -> int:
         if self._length is None:
@@ -76,7 +89,7 @@ class SharedLoader:
                 self._share((failed, None, [], []), number, iteration)
                 raise
             states = RandomState.capture().states if before.differences() else None
-            indices = getattr(self.batch_sampler, _INDICES, [])
+            indices = getattr(self._batch_sampler, _INDICES, [])
             self._share((None, states, batch, indices[count:]), number, iteration)
             count = len(indices)
             if not batch:
@@ -86,8 +99,8 @@ class SharedLoader:
 
     def _receive(self, iteration: int) -> Iterator[Any]:
         indices: list[list[int]] = []
-        if isinstance(self.batch_sampler, _IndexBatchSamplerWrapper):
-            setattr(self.batch_sampler, _INDICES, indices)
+        if isinstance(self._batch_sampler, _IndexBatchSamplerWrapper):
+            setattr(self._batch_sampler, _INDICES, indices)
         for number in count_up():
             failure, states, batch, new_indices = self._share(None, number, iteration)
             if failure is not None:
@@ -103,8 +116,3 @@ class SharedLoader:
     def _share(self, value: Any, number: int, iteration: int) -> Any:
         what = f"batch {number} in iteration {iteration} over a dataloader"
         return self._group.broadcast(value, what=what)
-
-
-def original_loader(loader: Any) -> Any:
-    """Return the dataloader itself, without the wrapper that shares its batches."""
-    return loader.loader if isinstance(loader, SharedLoader) else loader

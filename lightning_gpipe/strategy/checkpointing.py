@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.checkpoints import (
@@ -67,8 +68,9 @@ class Checkpoints:
 
     # Saving, in the processes that have a part in it.
 
-    def module_state(self, module: LightningModule) -> dict[str, Any]:
-        step = "" if module._trainer is None else f" of step {module.global_step}"
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        trainer = getattr(module, "_trainer", None)
+        step = "" if trainer is None else f" of step {trainer.global_step}"
         if not self._processes.meet_to_save(f"a checkpoint{step}"):
             return {}
         group = self._processes.pipeline_group

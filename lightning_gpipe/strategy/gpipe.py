@@ -23,6 +23,7 @@ from typing import Any, Literal
 import rich
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -31,7 +32,7 @@ from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +47,7 @@ from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import refuse_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
-from lightning_gpipe.distributed import Group, Mode, SharedLoader
+from lightning_gpipe.distributed import Group, Mode, SharedLoader, refuse_world_size
 from lightning_gpipe.strategy.adapters.averages import Averages
 from lightning_gpipe.strategy.adapters.methods import adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
@@ -63,6 +64,7 @@ from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
     check_environment,
     check_fit,
+    explain_meta,
     refuse_a_second_trainer,
     refuse_in_parts,
     refuse_metrics_on_meta,
@@ -189,11 +191,11 @@ class GPipeStrategy(ParallelStrategy):
         self.num_nodes = 1  # a Trainer sets it
         # Not in the attribute of the base class, where a second Trainer would report another error.
         self._accelerator_of_trainer: Accelerator | None = None
-        self._averages = Averages()
         self._profiling = Profiling()
         self._signals = Signals(self._processes)
         self._changes = Journal()  # of the user's modules and callbacks, until teardown
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
+        self._averages = Averages(self._checkpoints.module_state)
         self._random_states = RandomStates(self._processes)
         self._measured_balances = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()
@@ -251,6 +253,21 @@ class GPipeStrategy(ParallelStrategy):
         self._averages.follow(self._root)
         self._measured_balances.replace(self._piped.modules, self._piped.pipeline.balances)
 
+    def grad_norm(
+        self, module: nn.Module, norm_type: float = 2.0, group_separator: str = "/"
+    ) -> dict[str, float]:
+        """Return the norms of the gradients of all stages, as Lightning's ``grad_norm`` names them.
+
+        That of lightning.pytorch.utilities has the gradients of the stages of one process. All
+        processes call this together, as in ``on_before_optimizer_step``.
+
+        Args:
+            module: The LightningModule, or a module in it.
+            norm_type: The kind of norm, such as ``float("inf")``.
+            group_separator: What is between ``grad_2.0_norm`` and the name of a parameter.
+        """
+        return self._replicas.grad_norm(module, float(norm_type), group_separator)
+
     # The Trainer and its environment.
 
     @property
@@ -271,6 +288,8 @@ class GPipeStrategy(ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
+        """The number of processes, of which those of one pipeline share their batches."""
+        self._replicas.world_size_calls.note("trainer.world_size")
         return self._processes.arrangement.world_size
 
     @property
@@ -287,6 +306,16 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def node_rank(self) -> int:
         return self._processes.node_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of pipelines: of the parts into which rows are divided."""
+        return self.options.replicas
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of this process's pipeline, and of its part of the rows."""
+        return self._processes.replica
 
     @property
     def is_distributed(self) -> bool:
@@ -306,7 +335,7 @@ class GPipeStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self._processes.options.replicas, "rank": self._processes.replica}
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @property
     @override
@@ -385,10 +414,10 @@ class GPipeStrategy(ParallelStrategy):
         if self.options.save_distributed_checkpoint:
             refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
-        self._replicas.begin(module, self.precision_plugin, piped.around())
+        self._replicas.begin(self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        guard_logs(module, changes)
+        guard_logs(module, changes, split=processes.split)
         layout = piped.pipeline.layout
         adapt_callbacks(callbacks, changes, layout, self.options.replicas)
         self._signals.follow(trainer, changes)
@@ -403,7 +432,11 @@ class GPipeStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         self._random_states.process_dataloader(dataloader, self._root.trainer)
         group = self.pipeline_group
-        return dataloader if group is None else SharedLoader(dataloader, group)
+        if group is None:
+            return dataloader
+        refuse_world_size(dataloader, self.world_size, self.data_parallel_size)
+        _auto_add_worker_init_fn(dataloader, self.data_parallel_rank)
+        return SharedLoader(dataloader, group)
 
     # Backward.
 
@@ -547,6 +580,8 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._processes.split:
+            explain_meta(exception, self._root)
         self._profiling.abort()
         self._train_alone()  # what was adapted refers to the process groups
         self._processes.leave()

@@ -5,6 +5,7 @@ Lightning supports them, and a pipeline would have to ignore them silently.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_gpipe.checkpoints import AtomicFiles
+from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import count_recomputed
 from lightning_gpipe.strategy.adapters.averages import WeightAveraging
@@ -137,7 +139,7 @@ def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
 
 
 def _refuse_over_processes(callback: Callback) -> None:
-    if isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+    if isinstance(callback, StochasticWeightAveraging | ModelPruning):
         raise ValueError(
             f"{type(callback).__name__} needs the values of all parameters, and a process has "
             "those of its own stages only. Leave it out, or write processes='single'."
@@ -242,6 +244,20 @@ def metrics_on_meta(module: nn.Module) -> list[str]:
         if isinstance(metric, Metric)
         and any(isinstance(v, Tensor) and v.is_meta for v in metric.metric_state.values())
     ]
+
+
+def explain_meta(error: BaseException, module: nn.Module) -> None:
+    """Note in an error of PyTorch about the meta device which parameters are there, and why."""
+    names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if names and isinstance(error, RuntimeError) and re.search(r"\bmeta\b", str(error)):
+        add_note(
+            error,
+            "a process has the values of its own stages, and the parameters of others are on the "
+            f"meta device: got {len(names)} of {len(list(module.parameters()))}, such as "
+            f"{names[0]}. For a penalty write the optimizer's weight_decay, or add that of "
+            "parameters that are not is_meta; for a norm of gradients write "
+            "self.trainer.strategy.grad_norm(self).",
+        )
 
 
 def refuse_a_second_trainer(accelerator: Accelerator | None) -> None:

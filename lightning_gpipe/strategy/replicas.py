@@ -8,10 +8,12 @@ or gathered is so over replicas, each process with those that have its place in 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _sync_ddp_if_available,
@@ -21,17 +23,17 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_gpipe.core.faithful import Attributes, Journal, Manager
 from lightning_gpipe.distributed import (
     Group,
     SameParameters,
+    WorldSizeCalls,
     check_options,
     check_static_graph,
     equalise,
+    gradient_norms,
     replicated,
 )
 from lightning_gpipe.strategy.processes import Processes
@@ -55,8 +57,8 @@ class Replicas:
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
         self._together: SameParameters | None = None
         self._accumulates = False  # whether another backward comes before the optimizer's step
-        self._changes = Journal()  # of metrics, which could not be copied with a process group
-        self._hook: RemovableHandle | None = None
+        self._changes = Journal()  # of torch.distributed and torchmetrics
+        self.world_size_calls = WorldSizeCalls()
 
     @property
     def _across(self) -> ProcessGroup | None:
@@ -110,9 +112,7 @@ class Replicas:
         if self._together is not None and not self._accumulates:
             self._together.equalise()
 
-    def begin(
-        self, module: LightningModule, precision: Precision, around: Sequence[nn.Parameter]
-    ) -> None:
+    def begin(self, precision: Precision, around: Sequence[nn.Parameter]) -> None:
         """Keep the processes the same from now on, until :meth:`end`.
 
         ``around`` are the parameters that each process of a pipeline has.
@@ -127,33 +127,26 @@ class Replicas:
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
-        self._adapt_metrics(module)
-        self._hook = register_module_module_registration_hook(self._adapt_later)
+        self._changes.write([(Attributes(Metric), "sync", _over(self._across))])
+        if processes.split:
+            self._changes.write([self.world_size_calls.watch(processes.options.replicas)])
 
     def end(self) -> None:
         if self._together is not None:
             self._together.release()
             self._together = None
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self.world_size_calls.release()
         self._changes.undo()
 
-    def _adapt_metrics(self, module: nn.Module) -> None:
-        """Let metrics gather from replicas, and not from the processes of one pipeline."""
-        across = self._across
-        for metric in module.modules():
-            if not isinstance(metric, Metric):
-                continue
-            if across is None:
-                metric.distributed_available_fn = _alone
-            elif metric.process_group is None:
-                self._changes.write([(Attributes(metric), "process_group", across)])
-
-    def _adapt_later(self, owner: nn.Module, name: str, module: nn.Module | None) -> None:
-        """Adapt the metrics in a module that is registered while the model trains."""
-        if module is not None:
-            self._adapt_metrics(module)
+    def grad_norm(self, module: nn.Module, norm_type: float, separator: str) -> dict[str, float]:
+        """Return the norms of the gradients of all processes of a pipeline, by name."""
+        named = dict(module.named_parameters())
+        of_all = gradient_norms if self._together is None else self._together.norms
+        pairs = zip(named, of_all(list(named.values()), norm_type), strict=True)
+        prefix = f"grad_{norm_type}_norm"
+        norms = {f"{prefix}{separator}{name}": x for name, x in pairs if x is not None}
+        total = torch.linalg.vector_norm(torch.tensor([*norms.values()]).double(), norm_type)
+        return {**norms, f"{prefix}_total": float(total)}
 
     # Reductions.
 
@@ -176,5 +169,19 @@ def _trainable(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
 
-def _alone() -> bool:
-    return False
+def _over(across: ProcessGroup | None) -> Callable[..., None]:
+    """Return a ``Metric.sync`` that gathers from replicas, not from processes of one pipeline."""
+    sync = Metric.sync
+
+    @wraps(sync)
+    def sync_over(
+        metric: Metric,
+        dist_sync_fn: Callable[..., Any] | None = None,
+        process_group: ProcessGroup | None = None,
+        should_sync: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        group = process_group or metric.process_group or across
+        sync(metric, dist_sync_fn, group, should_sync and group is not None, **kwargs)
+
+    return sync_over

@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_gpipe.checkpoints import States, saved_states, set_states, states_of, with_states
-from lightning_gpipe.distributed import original_loader
 from lightning_gpipe.strategy.processes import Processes
 
 
@@ -71,7 +70,7 @@ class RandomStates:
 
     def _states_of_all(self, trainer: Trainer) -> list[list[States]]:
         loaders = CombinedLoader(trainer.train_dataloader).flattened
-        own = states_of(self._processes.own_devices, map(original_loader, loaders))
+        own = states_of(self._processes.own_devices, loaders)
         if self._processes.groups is None:
             return [[own]]
         states = self._processes.groups.everyone.gather(own)

@@ -6,6 +6,7 @@ before anything has run.
 
 from lightning_gpipe.core.frontends.device_moves import (
     choose_devices,
+    forget_values,
     move_home,
     on_meta,
     place_all,
@@ -26,6 +27,7 @@ __all__ = [
     "candidates",
     "check_recordable",
     "choose_devices",
+    "forget_values",
     "frontend_of",
     "heaviest",
     "is_installed",

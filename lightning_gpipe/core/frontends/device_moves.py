@@ -182,8 +182,8 @@ def forget(module: nn.Module, except_ids: Collection[int]) -> None:
                 await_value(empty, Source.ELSEWHERE)
 
 
-def forget_values(parameter: nn.Parameter) -> None:
-    """Move one parameter, which stays the same object, to the meta device."""
+def forget_values(parameter: Tensor) -> None:
+    """Move one parameter or buffer, which stays the same object, to the meta device."""
     if not parameter.is_meta:
         empty = torch.empty_like(parameter, device="meta")
         kind: Any = type(parameter)

@@ -4,12 +4,17 @@ The callbacks move their copy of the whole model to ``pl_module.device``, and pu
 batch norms there before they compute them anew. The model of a pipeline may not fit on one device.
 So the copy stays on the CPU, where it is made, until the layers are on their devices; then each
 average goes to the device of the tensor that it averages.
+
+With several processes, that is the meta device for the tensors of other processes. There averaging
+has no effect, and a checkpoint has the averages of all processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_gpipe.core.frontends import on_meta
+from lightning_gpipe.core.frontends import forget_values, on_meta
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
@@ -31,9 +36,13 @@ class Averages:
     """The averages of a model during a fit; without such a callback nothing happens.
 
     An average stays on the device that the user chose for it, if any.
+
+    Args:
+        whole_state: Returns the state dict of a model with the values of all processes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole_state: Callable[[nn.Module], dict[str, Any]]) -> None:
+        self._whole_state = whole_state
         self._callbacks: list[StochasticWeightAveraging | WeightAveraging] = []
         self._to_move: list[StochasticWeightAveraging | WeightAveraging] = []
         self._epoch = -1
@@ -67,12 +76,22 @@ class Averages:
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 statistics = [module.running_mean, module.running_var]
-                _move_beside(statistics, [module.num_batches_tracked] * 2)
-        for callback in self._to_move:
+                _move_beside((each, module.num_batches_tracked) for each in statistics)
+        for callback in self._callbacks:
             copy = callback._average_model
-            if copy is not None:
-                averaged = copy.module if isinstance(copy, AveragedModel) else copy
-                _move_beside(_tensors(averaged), _tensors(model))
+            if copy is None:
+                continue
+            averaged = copy.module if isinstance(copy, AveragedModel) else copy
+            pairs = zip(_tensors(averaged), _tensors(model), strict=False)  # of a smaller model
+            chosen = callback not in self._to_move
+            _move_beside((one, other) for one, other in pairs if other.is_meta or not chosen)
+            if on_meta(model) and isinstance(copy, AveragedModel):
+                vars(copy)["state_dict"] = partial(self._state_of, copy)
+
+    def _state_of(self, copy: AveragedModel) -> dict[str, Any]:
+        """Return the state dict of an average, with the values of all processes in the first."""
+        whole = {f"module.{name}": value for name, value in self._whole_state(copy.module).items()}
+        return {"n_averaged": copy.n_averaged, **whole}
 
     def follow_in_epoch(self, model: LightningModule) -> None:
         if self._callbacks and model.current_epoch != self._epoch:
@@ -91,7 +110,11 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
-def _move_beside(tensors: Iterable[Tensor | None], others: Iterable[Tensor | None]) -> None:
-    for tensor, other in zip(tensors, others, strict=False):  # a copy may be of a smaller model
-        if tensor is not None and other is not None and tensor.device != other.device:
+def _move_beside(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
+    for tensor, other in pairs:
+        if tensor is None or other is None or tensor.device == other.device:
+            continue
+        if other.is_meta:
+            forget_values(tensor)
+        else:
             tensor.data = tensor.data.to(other.device)

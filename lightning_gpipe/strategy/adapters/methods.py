@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from re import fullmatch
 from typing import Any
 
 import lightning as L
@@ -33,27 +34,39 @@ from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import in_layers
 
+_NORM = r"grad_.+_norm_total"  # as Lightning names it, whose value is a tensor; ours is a float
 
-def guard_logs(root: L.LightningModule, changes: Journal) -> None:
-    """Refuse what layers log with a LightningModule, or with one within it."""
+
+def guard_logs(root: L.LightningModule, changes: Journal, *, split: bool) -> None:
+    """Refuse what layers log with a LightningModule, or with one within it.
+
+    If the stages are split over processes, refuse norms of the gradients of one process, too.
+    """
     for module in root.modules():
         if isinstance(module, L.LightningModule):
-            changes.write([(vars(module), "log", _GuardedLog(module))])
+            changes.write([(vars(module), "log", _GuardedLog(module, split))])
 
 
 class _GuardedLog:
-    def __init__(self, module: L.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule, split: bool) -> None:
         self._module = module
+        self._split = split
         self._log = module.log
 
-    def __call__(self, name: str, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if in_layers():
             raise RuntimeError(
                 f"a layer of the pipeline must not call log: got log({name!r}) of "
                 f"{type(self._module).__name__}, which would log each micro-batch, and again when "
                 "it is recomputed. Return the value from the layers, and log it in training_step."
             )
-        self._log(name, *args, **kwargs)
+        if self._split and isinstance(value, torch.Tensor) and fullmatch(_NORM, name):
+            raise RuntimeError(
+                "a norm must be that of the gradients of all stages, and grad_norm of "
+                f"lightning.pytorch.utilities has those of this process only: got log({name!r}). "
+                "Write self.trainer.strategy.grad_norm(self)."
+            )
+        self._log(name, value, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, "log")  # a copy has the method of its class

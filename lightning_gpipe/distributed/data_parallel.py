@@ -1,0 +1,98 @@
+"""Rows that users divide among processes, which must be divided among pipelines.
+
+Data-parallel code gives each process a part of the rows, by the number of processes. Those of one
+pipeline share their batches, which the first one loads, so the parts of the others would not be
+read. A sampler or dataset that holds these numbers is refused. A call for the number of processes,
+where rows are chosen, is warned of; what comes from the environment's variables is not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from traceback import walk_stack
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed import distributed_c10d
+
+from lightning_gpipe.core.faithful import Attributes, Write
+from lightning_gpipe.core.transport import users_line
+from lightning_gpipe.distributed.shared_batches import SharedLoader
+
+# Attributes with the parts of dataloaders of PyTorch, torchdata, Lightning and Hugging Face.
+_PARTS = (
+    *("batch_sampler", "sampler", "base_sampler", "dataset", "root", "source"),
+    *("_distributed", "distributed_env"),
+)
+_SIZES = "num_replicas", "world_size"
+_RANKS = "rank", "global_rank"
+_NESTED = 6  # parts within parts
+_LOADING = SharedLoader._load.__code__
+_HOOKS = {f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")}
+
+
+def refuse_world_size(loader: object, world_size: int, replicas: int) -> None:
+    """Raise ValueError if a part of a dataloader divides rows by the number of processes."""
+    for part in _parts_of(loader, _NESTED):
+        for name in _SIZES:
+            size = getattr(part, name, None)
+            divides = any(isinstance(getattr(part, rank, None), int) for rank in _RANKS)
+            if divides and isinstance(size, int) and size == world_size != replicas:
+                raise ValueError(
+                    "rows must be divided by the number of pipelines, whose processes share their "
+                    f"batches: got {type(part).__name__} with {name}={size} for {replicas} in "
+                    f"{world_size} processes. Write {name}=trainer.strategy.data_parallel_size and "
+                    "rank=trainer.strategy.data_parallel_rank, or leave both to the Trainer."
+                )
+
+
+def _parts_of(owner: object, depth: int) -> Iterator[object]:
+    yield owner
+    parts = (getattr(owner, name, None) for name in _PARTS if depth)
+    for part in parts:
+        if part is not None:
+            yield from _parts_of(part, depth - 1)
+
+
+class WorldSizeCalls:
+    """Warns, once, of the user's first call for the number of processes where rows are chosen.
+
+    That is in the hooks that return dataloaders, and in datasets and samplers.
+    """
+
+    def __init__(self) -> None:
+        self._replicas = 0  # so far nothing is noted
+
+    def watch(self, replicas: int) -> Write:
+        """Return the change of torch.distributed by which its calls are noted."""
+        self._replicas = replicas
+        group_size = distributed_c10d._get_group_size
+
+        def noted(group: Any = None) -> int:
+            if group is None or group is dist.group.WORLD:
+                self.note("torch.distributed.get_world_size()")
+            return group_size(group)
+
+        return Attributes(distributed_c10d), "_get_group_size", noted
+
+    def release(self) -> None:
+        self._replicas = 0
+
+    def note(self, what: str) -> None:
+        """Note a call, two frames further out than a property of torch.distributed or Lightning."""
+        if not self._replicas:
+            return
+        caller = sys._getframe(3)
+        if caller.f_globals.get("__name__", "").startswith("torch."):
+            return
+        around = (frame.f_code for frame, _ in walk_stack(caller))
+        if any(code is _LOADING or code.co_name in _HOOKS for code in around):
+            replicas, self._replicas = self._replicas, 0
+            rank_zero_warn(
+                f"{what} is the number of processes, of which those of one pipeline share their "
+                f"batches; got a call where rows are chosen, at {users_line(caller)}. To divide "
+                f"rows by it is to lose some: write trainer.strategy.data_parallel_size, which is "
+                f"{replicas}, and data_parallel_rank."
+            )

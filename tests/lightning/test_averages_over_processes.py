@@ -1,0 +1,77 @@
+"""Averages of the weights over several processes, of which each has those of its own stages."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.callbacks as library
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from tests.lightning.test_processes import checkpoint
+from tests.support.lightning_modules import Classifier, Data, six_layers, trainer
+from tests.support.ranks import Pool
+from tests.support.trainers import trainer_over
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    pytest.mark.skipif(not hasattr(library, "WeightAveraging"), reason="new in Lightning 2.6"),
+]
+
+
+def normed() -> Classifier:
+    layers = six_layers()
+    layers[1], layers[3] = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+    return Classifier(layers=layers)
+
+
+AVERAGES = {
+    "equal": lambda: library.WeightAveraging(),
+    "moving": lambda: library.EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+    "on the CPU": lambda: library.EMAWeightAveraging("cpu", use_buffers=False, decay=0.8),
+}
+
+
+def fit(root: Path, processes: str, name: str, epochs: int, resumed: Path | None = None) -> Any:
+    """A fit, with checkpoints of each epoch, and the metrics and weights at its end."""
+    torch.manual_seed(0)
+    model = normed()
+    saved = ModelCheckpoint(root, "{epoch}", save_top_k=-1)
+    options: dict[str, Any] = {
+        "callbacks": [AVERAGES[name](), saved],
+        "enable_checkpointing": True,
+        "max_epochs": epochs,
+    }
+    if processes == "plain":
+        made = trainer(root, **options)
+    else:
+        made = trainer_over(root, processes, [2, 4], {"chunks": 1}, **options)
+    made.fit(model, datamodule=Data(), ckpt_path=resumed)
+    made.save_checkpoint(root / "end.ckpt")
+    metrics = {k: float(x) for k, x in made.callback_metrics.items()}
+    return metrics, {k: x.detach() for k, x in model.state_dict().items() if not x.is_meta}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_fit_and_resumed_fit(tmp_path: Path, two_ranks: Pool, name: str) -> None:
+    plain, both, again = (tmp_path / each for each in ("plain", "both", "again"))
+    with torch.random.fork_rng(devices=[]):
+        metrics, weights = fit(plain, "plain", name, 3)
+
+    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
+    first = two_ranks.run(fit, both, "per_stage", name, 3)
+    second = two_ranks.run(fit, again, "per_stage", name, 3, both / "epoch=1.ckpt")
+    for found, own in (*first, *second):
+        assert found == pytest.approx(metrics, rel=1e-6)
+        close(own, {name: weights[name] for name in own})
+    for file in ("epoch=1.ckpt", "epoch=2.ckpt", "end.ckpt"):
+        one, other = (checkpoint(run / file) for run in (both, plain))
+        for part in ("state_dict", "current_model_state", "averaging_state"):
+            close(one[part], other[part])
+    close(
+        checkpoint(again / "end.ckpt")["state_dict"], checkpoint(plain / "end.ckpt")["state_dict"]
+    )
