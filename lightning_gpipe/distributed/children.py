@@ -10,7 +10,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from subprocess import Popen
@@ -37,6 +38,7 @@ class Scripts(_SubprocessScriptLauncher):
     Args:
         cluster_environment, num_processes, num_nodes: See Lightning's launcher.
         timeout: How long the others may go on when this process ends without an error.
+        listening: Returns a context in which the processes start.
     """
 
     def __init__(
@@ -45,15 +47,18 @@ class Scripts(_SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         timeout: timedelta,
+        listening: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._timeout = timeout
+        self._listening = listening
         self._failed = False
 
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().launch(*args, **kwargs)
+            with self._listening():
+                return super().launch(*args, **kwargs)
         except BaseException:
             self._failed = True
             self._dismiss_observer()

@@ -8,7 +8,9 @@ launchers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from socket import socket
 from typing import Any, Literal
 
 import torch
@@ -25,7 +27,14 @@ from typing_extensions import override
 from lightning_gpipe.checkpoints import load_state
 from lightning_gpipe.core.faithful import RandomState, add_note
 from lightning_gpipe.core.run import Engine
-from lightning_gpipe.core.transport import RankFailed, choose_interface, start_timeout
+from lightning_gpipe.core.transport import (
+    RankFailed,
+    choose_interface,
+    listen,
+    make_token,
+    resolve,
+    start_timeout,
+)
 from lightning_gpipe.distributed import (
     AFTER_FAILURE,
     Arrangement,
@@ -65,6 +74,7 @@ class Processes:
         self._ranks: ClusterEnvironment | None = None  # if it numbers the processes
         self.groups: ProcessGroups | None = None
         self.elsewhere: set[str] = set()
+        self._listener: socket | None = None  # for the first process, from before it starts
 
     # Their number, and the place of this one.
 
@@ -131,7 +141,28 @@ class Processes:
         if method != "popen":
             return _ProcessLauncher(strategy, self, method)
         processes = self.arrangement.on_each_node
-        return Scripts(self._environment, processes, self._nodes, self.options.timeout)
+        timeout = self.options.timeout
+        return Scripts(self._environment, processes, self._nodes, timeout, self.listening)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A ``with`` block in which processes are started: the first one's port is theirs."""
+        environment = self._environment
+        assert environment is not None, "the Trainer has found one"
+        if environment.creates_processes_externally:
+            yield
+            return
+        if self._nodes == 1:
+            make_token()
+        if self.node_rank == 0:
+            patience = start_timeout(self.options.lost_after) / 10
+            self._listener = listen(environment.main_address, environment.main_port, patience)
+        try:
+            yield
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
 
     def _set_ranks(self) -> None:
         if self._ranks is None:
@@ -157,11 +188,16 @@ class Processes:
             return
         options = self.options
         if not dist.is_initialized():
-            if self._nodes > 1:
-                choose_interface(self._environment.main_address)
+            patience, main_address = (
+                start_timeout(options.lost_after),
+                self._environment.main_address,
+            )
+            resolve(main_address, patience / 10)
+            # On one machine, any interface leads to the others.
+            with nullcontext() if self._nodes > 1 else suppress(RuntimeError):
+                choose_interface(main_address)
             backend = options.process_group_backend or backend_for(device)
-            patience = start_timeout(options.lost_after)
-            start_together(self._environment, backend, patience, options.timeout)
+            start_together(self._environment, backend, patience, options.timeout, self._listener)
         if self.groups is None:
             self.groups = connect(
                 self.arrangement, device.type, options.timeout, options.lost_after
@@ -257,7 +293,8 @@ class _ProcessLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().launch(*args, **kwargs)
+            with self._processes.listening():
+                return super().launch(*args, **kwargs)
         except BaseException:
             end(self.procs, AFTER_FAILURE)  # the main process would wait for them when it ends
             raise
