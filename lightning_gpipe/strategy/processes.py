@@ -8,7 +8,7 @@ launchers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from socket import socket
 from typing import Any, Literal
@@ -177,7 +177,7 @@ class Processes:
         """Join the other processes, and draw the same random numbers as those of this pipeline.
 
         Raises:
-            RuntimeError: If some processes do not start, or use other versions.
+            RuntimeError: If some processes do not start, or use other versions or options.
         """
         if not self.launched:
             refuse_several_processes(self._environment)
@@ -199,18 +199,18 @@ class Processes:
             backend = options.process_group_backend or backend_for(device)
             start_together(self._environment, backend, patience, options.timeout, self._listener)
         if self.groups is None:
+            facts = versions() | options.same_everywhere()
             self.groups = connect(
-                self.arrangement, device.type, options.timeout, options.lost_after
+                self.arrangement, device.type, options.timeout, options.lost_after, facts
             )
-        check_same(self.groups.everyone, versions())
         pipeline = self.groups.pipeline
         if pipeline is not None:
             state = RandomState.capture()
             state._replace(states=pipeline.broadcast(state.states)).restore()
 
-    def check_same(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    def check_same(self, module: nn.Module) -> None:
         if self.groups is not None:
-            check_same(self.groups.everyone, {**arguments, **shapes(module)})
+            check_same(self.groups.everyone, shapes(module))
 
     def of_pipeline(self) -> dict[str, Any]:
         """The arguments of :class:`~lightning_gpipe.GPipe` for a pipeline of several processes."""

@@ -45,7 +45,6 @@ _PLAIN = {
 }
 _KINDS = (tuple, Mapping, Enum, torch.Tensor)  # of records, beside dataclasses
 _MAKING = "__new__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__"
-_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class ClassName(NamedTuple):
@@ -64,7 +63,7 @@ class ClassName(NamedTuple):
         """True if a pickle may call it."""
         if self in _OWN or self.name in _PLAIN.get(self.module, "").split():
             return True
-        if self.module == "torch" and isinstance(vars(torch).get(self.name), _CONSTANTS):
+        if self.module == "torch" and isinstance(vars(torch).get(self.name), torch.dtype):
             return True
         safe = torch.serialization.get_safe_globals()  # some have a name of the user's choice
         return self.module == "torch.return_types" or any(

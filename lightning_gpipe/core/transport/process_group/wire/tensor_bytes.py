@@ -166,7 +166,7 @@ def _load(name: ClassName | None, content: bytes) -> Tensor:
 
 def _on_host(tensor: Tensor) -> Tensor:
     tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.cpu() if tensor.device.type != "cpu" else tensor
+    return tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()
 
 
 class _Packer(PlainPickler):
