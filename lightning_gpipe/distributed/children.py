@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from subprocess import Popen
@@ -38,6 +39,7 @@ class Scripts(_SubprocessScriptLauncher):
         cluster_environment, num_processes, num_nodes: See Lightning's launcher.
         timeout: How long the others may go on when this process ends without an error.
         on_error: Called with an error before callbacks are, which may wait for the others.
+        listening: Returns a context in which the processes start.
     """
 
     def __init__(
@@ -47,16 +49,19 @@ class Scripts(_SubprocessScriptLauncher):
         num_nodes: int,
         timeout: timedelta,
         on_error: Callable[[BaseException], None],
+        listening: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._timeout = timeout
         self._on_error = on_error
+        self._listening = listening
         self._failed = False
 
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().launch(*args, **kwargs)
+            with self._listening():
+                return super().launch(*args, **kwargs)
         except BaseException as error:
             self._failed = True
             self._dismiss_observer()

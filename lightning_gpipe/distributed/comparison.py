@@ -8,6 +8,7 @@ then on. So such a step is compared with that of the others; mini-batches are co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.version import __version__
 
 _MOST = 3  # differences in a message
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 
 def versions() -> dict[str, str]:
@@ -46,7 +48,9 @@ def check_same(group: Group, facts: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: In all processes; it names the values that differ, and the ranks.
     """
-    everyone = group.all({name: repr(value) for name, value in facts.items()})
+    # An object without a text of its own has its address in it.
+    texts = {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()}
+    everyone = group.all(texts)
     differences = list(_differences(everyone))
     if differences:
         more = f", and {len(differences) - _MOST} more" * (len(differences) > _MOST)

@@ -13,10 +13,10 @@ devices each, and two replicas::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gpipe.core.transport import Lifeline, abort_group
+from lightning_gpipe.distributed.comparison import check_same
 from lightning_gpipe.distributed.group import Group, Watcher
 
 Mode = Literal["single", "per_stage", "per_node"]
@@ -176,7 +177,11 @@ class ProcessGroups:
 
 
 def connect(
-    arrangement: Arrangement, device_type: str, timeout: timedelta, lost_after: timedelta | None
+    arrangement: Arrangement,
+    device_type: str,
+    timeout: timedelta,
+    lost_after: timedelta | None,
+    facts: Mapping[str, Any],
 ) -> ProcessGroups:
     """Make the groups, in all processes at once.
 
@@ -185,9 +190,11 @@ def connect(
         device_type: The type of their devices.
         timeout: How long live processes wait for one another.
         lost_after: How long a process may be silent until it is lost; None for 30 seconds.
+        facts: What must be the same in all processes, see :func:`check_same`.
     """
     rows = arrangement.ranks
     everyone = Group(timeout)
+    check_same(everyone, facts)
     pipeline: Group | None = everyone
     if arrangement.in_each_pipeline == 1:
         pipeline = None

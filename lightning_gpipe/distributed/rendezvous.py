@@ -6,8 +6,10 @@ torch.distributed waits for all as well, for half an hour, but does not say for 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from socket import socket
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
@@ -16,11 +18,21 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_gpipe.core.transport import call_with_timeout, store_barrier
+from lightning_gpipe.core.transport import (
+    call_with_timeout,
+    listen,
+    signature,
+    store_barrier,
+    wait_for_server,
+)
 
 
 def start_together(
-    environment: ClusterEnvironment, backend: str, patience: timedelta, timeout: timedelta
+    environment: ClusterEnvironment,
+    backend: str,
+    patience: timedelta,
+    timeout: timedelta,
+    listener: socket | None = None,
 ) -> None:
     """Make the default process group.
 
@@ -29,11 +41,12 @@ def start_together(
         backend: The backend of the group.
         patience: How long a process may take to start.
         timeout: The timeout of the group, once all have started.
+        listener: A socket that listens at the address of the first process, if there is one.
     """
     rank = environment.global_rank()
     message = f"all processes must start: rank {rank} got no answer from rank 0"
     # The first process may come last, and then wait for the others for as long again.
-    get_store = partial(store_of_all, environment, patience)
+    get_store = partial(store_of_all, environment, patience, listener)
     store = call_with_timeout(3 * patience, get_store, message)
     join = partial(_init_dist_connection, environment, backend, store=store, timeout=patience)
     try:
@@ -48,7 +61,9 @@ def start_together(
     _set_pg_timeout(timeout)
 
 
-def store_of_all(environment: ClusterEnvironment, patience: timedelta) -> Store:
+def store_of_all(
+    environment: ClusterEnvironment, patience: timedelta, listener: socket | None = None
+) -> Store:
     """Return the store by which the processes find one another, once all have started.
 
     Raises:
@@ -60,16 +75,49 @@ def store_of_all(environment: ClusterEnvironment, patience: timedelta) -> Store:
     try:
         if dist.is_torchelastic_launched():  # then the launcher has one
             store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
+        elif rank == 0:
+            store = _serve(address, port, patience, listener)
         else:
-            # Its constructor can wait for all, too, but does not say for whom.
-            store = TCPStore(
-                address, port, None, rank == 0, patience, wait_for_workers=False, multi_tenant=True
-            )
+            store = _join(rank, address, port, patience, listener)
         barrier = PrefixStore("lightning_gpipe/start", store)
         # Under a name of its own: torchrun keeps the store of a run that it starts again.
-        return PrefixStore(store_barrier(barrier, range(size), rank, patience, "start"), store)
+        name = store_barrier(barrier, range(size), rank, patience, "start")
     except dist.DistError as error:
         raise RuntimeError(
-            f"all processes must start: rank {rank} did not reach rank 0 at {address}:{port}, or "
-            f"has lost it again, within {patience.total_seconds():g} s: {error}"
+            f"all processes must start: rank {rank} has lost rank 0 at {address}:{port}: {error}"
+        ) from error
+    return PrefixStore(signature(name), store)
+
+
+def _serve(address: str, port: int, patience: timedelta, listener: socket | None) -> TCPStore:
+    # Its constructor can wait for all, too, but does not say for whom.
+    def serve(listens: socket | None = None) -> TCPStore:
+        number = None if listens is None else listens.detach()
+        return TCPStore(address, port, None, True, patience, False, True, number)
+
+    try:
+        listener = listener or listen(address, port, patience / 10)
+    except RuntimeError:
+        with suppress(dist.DistError):
+            return serve()  # an earlier store of this process listens there, which is shared
+        raise
+    return serve(listener)
+
+
+def _join(
+    rank: int, address: str, port: int, patience: timedelta, listener: socket | None
+) -> TCPStore:
+    until_answer = patience / 10
+    if listener is not None:  # of the launcher: it accepts connections before there is a store
+        listener.close()
+        until_answer = patience
+    join = partial(TCPStore, address, port, None, False, patience, wait_for_workers=False)
+    try:
+        wait_for_server(address, port, patience)
+        message = "what listens there may be another program: it gave no answer"
+        return call_with_timeout(until_answer, join, message)
+    except (RuntimeError, dist.DistError) as error:
+        raise RuntimeError(
+            f"all processes must start: rank {rank} did not reach rank 0 at {address}:{port}, "
+            f"which are MASTER_ADDR and MASTER_PORT: {error}"
         ) from error

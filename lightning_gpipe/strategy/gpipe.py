@@ -385,7 +385,7 @@ class GPipeStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
-        processes.check_same(module, self.options.same_everywhere())
+        processes.check_same(module)
         self._changes = changes = Journal()  # a new one: a fork abandons those that exist
         if self.options.compile is not False:
             compile_layers(self.piped_modules(module), self.options.compile, changes)

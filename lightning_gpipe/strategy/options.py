@@ -30,7 +30,6 @@ from lightning_gpipe.strategy.compilation import check_compile
 StartMethod = Literal["popen", "spawn", "fork"]
 
 P = ParamSpec("P")
-_SAME = "balance", "chunks", "module", "deferred_batch_norm", "around"
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,8 @@ class StrategyOptions:
         return self.verify is True or (not self.compile and self.verify)
 
     def same_everywhere(self) -> dict[str, Any]:
-        """Return the options that must be the same in all processes."""
-        options = {name: getattr(self, name) for name in _SAME}
-        return {**options, "activation_checkpointing": self.checkpointing}
+        """Return the options, which must be the same in all processes."""
+        return {**vars(self), "activation_checkpointing": self.checkpointing}
 
     def requested(self, chunks: int, schedule: ScheduleName | Literal["auto"]) -> Requested:
         """Return the options that may be planned.

@@ -8,7 +8,9 @@ launchers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from socket import socket
 from typing import Any, Literal
 
 import torch
@@ -29,6 +31,9 @@ from lightning_gpipe.core.transport import (
     RankFailed,
     choose_interface,
     is_broken_connection,
+    listen,
+    make_token,
+    resolve,
     start_timeout,
 )
 from lightning_gpipe.distributed import (
@@ -70,6 +75,7 @@ class Processes:
         self._ranks: ClusterEnvironment | None = None  # if it numbers the processes
         self.groups: ProcessGroups | None = None
         self.elsewhere: set[str] = set()
+        self._listener: socket | None = None  # for the first process, from before it starts
 
     # Their number, and the place of this one.
 
@@ -138,7 +144,28 @@ class Processes:
         if method != "popen":
             return _ProcessLauncher(strategy, self, method)
         processes, timeout = self.arrangement.on_each_node, self.options.timeout
-        return Scripts(self._environment, processes, self._nodes, timeout, on_error)
+        node = self._environment, processes, self._nodes
+        return Scripts(*node, timeout, on_error, self.listening)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A ``with`` block in which processes are started: the first one's port is theirs."""
+        environment = self._environment
+        assert environment is not None, "the Trainer has found one"
+        if environment.creates_processes_externally:
+            yield
+            return
+        if self._nodes == 1:
+            make_token()
+        if self.node_rank == 0:
+            patience = start_timeout(self.options.lost_after) / 10
+            self._listener = listen(environment.main_address, environment.main_port, patience)
+        try:
+            yield
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
 
     def _set_ranks(self) -> None:
         if self._ranks is None:
@@ -153,7 +180,7 @@ class Processes:
         """Join the other processes, and draw the same random numbers as those of this pipeline.
 
         Raises:
-            RuntimeError: If some processes do not start, or use other versions.
+            RuntimeError: If some processes do not start, or use other versions or options.
         """
         if not self.launched:
             refuse_several_processes(self._environment)
@@ -164,24 +191,29 @@ class Processes:
             return
         options = self.options
         if not dist.is_initialized():
-            if self._nodes > 1:
-                choose_interface(self._environment.main_address)
-            backend = options.process_group_backend or backend_for(device)
-            patience = start_timeout(options.lost_after)
-            start_together(self._environment, backend, patience, options.timeout)
-        if self.groups is None:
-            self.groups = connect(
-                self.arrangement, device.type, options.timeout, options.lost_after
+            patience, main_address = (
+                start_timeout(options.lost_after),
+                self._environment.main_address,
             )
-        check_same(self.groups.everyone, versions())
+            resolve(main_address, patience / 10)
+            # On one machine, any interface leads to the others.
+            with nullcontext() if self._nodes > 1 else suppress(RuntimeError):
+                choose_interface(main_address)
+            backend = options.process_group_backend or backend_for(device)
+            start_together(self._environment, backend, patience, options.timeout, self._listener)
+        if self.groups is None:
+            facts = versions() | options.same_everywhere()
+            self.groups = connect(
+                self.arrangement, device.type, options.timeout, options.lost_after, facts
+            )
         pipeline = self.groups.pipeline
         if pipeline is not None:
             state = RandomState.capture()
             state._replace(states=pipeline.broadcast(state.states)).restore()
 
-    def check_same(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    def check_same(self, module: nn.Module) -> None:
         if self.groups is not None:
-            check_same(self.groups.everyone, {**arguments, **shapes(module)})
+            check_same(self.groups.everyone, shapes(module))
 
     def of_pipeline(self) -> dict[str, Any]:
         """The arguments of :class:`~lightning_gpipe.GPipe` for a pipeline of several processes."""
@@ -268,7 +300,8 @@ class _ProcessLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().launch(*args, **kwargs)
+            with self._processes.listening():
+                return super().launch(*args, **kwargs)
         except BaseException:
             end(self.procs, AFTER_FAILURE)  # the main process would wait for them when it ends
             raise

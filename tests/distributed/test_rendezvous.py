@@ -4,11 +4,13 @@ Here are also the tests of ``comparison``.
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
 from lightning_gpipe import __version__
+from lightning_gpipe.core.transport import wait_for_server
 from lightning_gpipe.distributed.comparison import check_same, versions
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.rendezvous import start_together, store_of_all
@@ -86,11 +89,89 @@ def test_processes_find_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stores[1].get("key") == b"value"
 
 
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An address at which another program listens, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.mark.usefixtures("_own_environment")
+def test_port_that_is_taken(taken: str) -> None:
+    """Once the first process ended with "rank 0 did not reach rank 0"."""
+    with pytest.raises(RuntimeError, match=f"rank 0 must listen at {taken}.*set MASTER_PORT"):
+        start_together(Expected(0), "gloo", 60 * SOON, SOON)
+
+
+@pytest.mark.usefixtures("_own_environment")
+def test_port_at_which_another_program_answers_nothing(taken: str) -> None:
+    """Once PyTorch's store waited for an answer without an end, and we 30 times ``lost_after``."""
+    with pytest.raises(RuntimeError, match=f"rank 1 did not reach rank 0 at {taken}, .* another"):
+        start_together(Expected(1), "gloo", 10 * SOON, SOON)
+
+
+@pytest.mark.usefixtures("_own_environment")
+def test_store_listens_at_its_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Expected(0)
+    monkeypatch.setenv("MASTER_PORT", str(first.main_port))
+    monkeypatch.setattr(Expected, "world_size", lambda self: 1)
+    store = store_of_all(first, 60 * SOON)
+
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", first.main_port), 60).close()
+    assert store.num_keys()
+
+
+@pytest.mark.usefixtures("_own_environment")
+def test_store_that_is_made_again_in_the_same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Expected(0)
+    monkeypatch.setenv("MASTER_PORT", str(first.main_port))
+    monkeypatch.setattr(Expected, "world_size", lambda self: 1)
+    stores = [store_of_all(first, 60 * SOON) for _ in range(2)]
+
+    stores[0].set("key", "first")
+    assert not stores[1].check(["key"])
+
+
+@pytest.mark.usefixtures("_own_environment")
+def test_strangers_at_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Expected(0)
+    monkeypatch.setenv("MASTER_PORT", str(first.main_port))
+    stores: list[Store] = []
+    found = [Thread(target=lambda: stores.append(store_of_all(first, 60 * SOON)))]
+    found[0].start()
+    wait_for_server("127.0.0.1", first.main_port, 60 * SOON)
+    strangers = [socket.create_connection(("127.0.0.1", first.main_port)) for _ in range(3)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" * 99)
+    strangers[1].sendall(os.urandom(9999))
+    found.append(Thread(target=lambda: stores.append(store_of_all(Expected(1), 60 * SOON))))
+    found[1].start()
+    for thread in found:
+        thread.join()
+    for stranger in strangers:
+        stranger.close()
+
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Pool]:
     pool = Pool(2)
     yield pool
     pool.close()
+
+
+OPTIONS: dict[str, Any] = {
+    "chunks": 4,
+    "split_backward": True,
+    "activation_checkpointing": "always",
+    "verify": False,
+    "timeout": timedelta(seconds=77),
+    "save_distributed_checkpoint": True,
+}
 
 
 def different(root: Path, what: str) -> str:
@@ -101,8 +182,8 @@ def different(root: Path, what: str) -> str:
         layers[4] = nn.Identity()
     elif other and what == "balance":
         balance = [3, 3]
-    elif other and what == "chunks":
-        strategy = {"chunks": 4}
+    elif other and what in OPTIONS:
+        strategy = {what: OPTIONS[what]}
     made = trainer_over(root, "per_stage", balance, strategy)
     with pytest.raises(RuntimeError) as error:
         made.fit(Classifier(layers=layers), datamodule=Data())
@@ -114,7 +195,7 @@ def different(root: Path, what: str) -> str:
     [
         ("model", "the class of layers.4 is 'Identity' on rank 1 and 'Linear' on rank 0"),
         ("balance", "the balance is [3, 3] on rank 1 and [2, 4] on rank 0"),
-        ("chunks", "the chunks is 4 on rank 1 and 3 on rank 0"),
+        *((name, f"the {name} is {value!r} on rank 1 and ") for name, value in OPTIONS.items()),
     ],
 )
 def test_process_that_differs(two_ranks: Pool, tmp_path: Path, what: str, text: str) -> None:
@@ -124,8 +205,9 @@ def test_process_that_differs(two_ranks: Pool, tmp_path: Path, what: str, text: 
 
 
 def with_versions() -> str:
-    """What processes of different versions are told."""
+    """What processes of different versions are told; objects without a text are not compared."""
     group = Group(timedelta(seconds=20))
+    check_same(group, {"an object": [object() for _ in range(5 * group.rank + 1)][-1]})
     with pytest.raises(RuntimeError) as error:
         check_same(group, {"version of torch": f"2.{group.rank}"})
     return str(error.value)

@@ -22,7 +22,8 @@ SANDBOX = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"
 FIRST = 'mount -t tmpfs tmpfs /run && "$@"'
 # Each machine has its own name, and looks names up in its own file only: nobody else would answer.
 BOOT = """hostname "$1" && mount --bind "$2/hosts" /etc/hosts &&
-mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf && shift 2 && exec "$@"
+mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf &&
+mount --bind "$2/resolv.conf" /etc/resolv.conf && shift 2 && exec "$@"
 """
 
 
@@ -36,11 +37,13 @@ class Machine:
 
     def __init__(self, k: int, folder: Path) -> None:
         self.name = f"host{k}"
-        self.address = f"10.77.0.{k + 1}"
+        self.addresses = {4: f"10.77.0.{k + 1}", 6: f"fd77::{k + 1}"}
         self.port = f"net{k}"  # its end of the cable
         self._etc = folder / self.name
         self._etc.mkdir()
-        (self._etc / "nsswitch.conf").write_text("hosts: files\n", encoding="utf-8")
+        nobody = "nameserver 10.77.0.99\noptions timeout:2 attempts:1\n"
+        (self._etc / "resolv.conf").write_text(nobody, encoding="utf-8")
+        self.ask("files")
 
     def start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Run a command here; what it prints goes to a file."""
@@ -56,6 +59,10 @@ class Machine:
     def know(self, hosts: str) -> None:
         """Look names up in this text from now on."""
         (self._etc / "hosts").write_text(hosts, encoding="utf-8")
+
+    def ask(self, services: str) -> None:
+        """Look names up there, such as ``dns``: a name server that does not answer."""
+        (self._etc / "nsswitch.conf").write_text(f"hosts: {services}\n", encoding="utf-8")
 
     def processes(self) -> list[int]:
         """The ids of all processes that run here."""
@@ -77,19 +84,33 @@ class Machines:
         cable = ("type", "veth", "peer", "name", second.port, "netns", second.name)
         first.configure("link", "add", first.port, *cable)
         for machine in self.both:
-            machine.configure("address", "add", f"{machine.address}/24", "dev", machine.port)
             machine.configure("link", "set", "lo", "up")
             machine.configure("link", "set", machine.port, "up")
-        self.know_one_another()
+        self.address(4)
 
-    def know_one_another(self) -> None:
+    def address(self, version: int) -> None:
+        """Let each have one address, of a version of the protocol."""
+        for machine in self.both:
+            machine.configure("address", "flush", "dev", machine.port, "scope", "global")
+            own = f"{machine.addresses[version]}/{ {4: 24, 6: 64}[version] }"
+            nodad = ["nodad"] if version == 6 else []  # at once
+            machine.configure("address", "add", own, "dev", machine.port, *nodad)
+        self.know_one_another(version)
+
+    def know_one_another(self, version: int = 4) -> None:
         """Let each know the names of both.
 
-        Its own name leads to itself only, as the installers of several distributions have it.
+        With IPv4, its own name leads to itself only, as the installers of several distributions
+        have it.
         """
         for machine in self.both:
-            others = [f"{each.address} {each.name}" for each in self.both if each is not machine]
-            own = ["127.0.0.1 localhost", f"127.0.1.1 {machine.name}"]
+            others = [
+                f"{each.addresses[version]} {each.name}"
+                for each in self.both
+                if each is not machine
+            ]
+            itself = {4: "127.0.1.1", 6: machine.addresses[6]}[version]
+            own = [f"{ {4: '127.0.0.1', 6: '::1'}[version] } localhost", f"{itself} {machine.name}"]
             machine.know("\n".join([*own, *others, ""]))
 
     def unplug(self) -> None:
@@ -113,7 +134,9 @@ class Machines:
                 continue
         assert awaited(lambda: len(self.processes()), 0) == 0
         self.plug()
-        self.know_one_another()
+        self.address(4)
+        for machine in self.both:
+            machine.ask("files")
 
     def remove(self) -> None:
         """Remove them."""

@@ -41,6 +41,16 @@ class Run:
         """Start torchrun on the first ``on`` machines, with further options of its own."""
         self._launchers = [self._launch(each, options) for each in self._machines.both[:on]]
 
+    def start_without_launcher(self, address: str) -> None:
+        """Start the script on each machine, as one process, with the first one at an address."""
+        self._launchers = []
+        for k, machine in enumerate(self._machines.both):
+            variables = {"MASTER_ADDR": address, "MASTER_PORT": 29500, "NODE_RANK": k, "RANK": k}
+            environment = [f"{name}={value}" for name, value in variables.items()]
+            command = ["env", "LOCAL_RANK=0", *environment, sys.executable, *self._command]
+            log = self._folder / f"{machine.name}.log"
+            self._launchers.append(machine.start(command, log))
+
     def _launch(self, machine: Machine, options: tuple[str, ...]) -> subprocess.Popen[bytes]:
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run"),

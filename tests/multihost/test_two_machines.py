@@ -51,6 +51,41 @@ def test_training_is_that_of_one_process(
     assert_equal(run.weights(), expected)
 
 
+@pytest.mark.parametrize("launched", [True, False], ids=["torchrun", "by hand"])
+def test_machines_with_ipv6_only(
+    machines: Machines, tmp_path: Path, launched: bool, expected: dict[str, Any]
+) -> None:
+    machines.address(6)
+    run = Run(machines, tmp_path, "per_node")
+    run.start() if launched else run.start_without_launcher(machines.both[0].addresses[6])
+    run.succeed()
+
+    assert_equal(run.weights(), expected)
+
+
+def test_name_server_that_does_not_answer(
+    machines: Machines, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    for machine in machines.both:
+        machine.ask("files dns")
+    run = Run(machines, tmp_path, "per_node")
+    run.start_without_launcher("host0")
+    run.succeed()
+
+    assert_equal(run.weights(), expected)
+
+
+def test_first_machine_whose_name_nobody_knows(machines: Machines, tmp_path: Path) -> None:
+    for machine in machines.both:
+        machine.ask("files dns")
+    run = Run(machines, tmp_path, "per_node", "--bound", "3")
+    run.start_without_launcher("first.example")
+
+    assert all(run.end())
+    for error in run.errors().values():
+        assert "nobody knows that of MASTER_ADDR='first.example'" in error
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_network_that_fails_for_five_seconds(
     machines: Machines, tmp_path: Path, mode: str, expected: dict[str, Any]

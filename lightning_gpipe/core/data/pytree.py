@@ -9,9 +9,9 @@ This is the only module that uses ``torch.utils._pytree``.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +26,7 @@ from lightning_gpipe.core.data.tensor_search import PLAIN, attributes, holds_ten
 
 T = TypeVar("T")
 
+_NAMED = "namedtuple"
 LEAF_SPEC = _pytree.tree_flatten(None)[1]  # the structure of a single leaf, most often a tensor
 
 
@@ -213,6 +214,33 @@ def register_sequence(
             None,
         ),
     )
+
+
+def is_registered(cls: type) -> bool:
+    """Return True if objects of a class are nodes of a tree."""
+    return cls in _pytree.SUPPORTED_NODES
+
+
+def spec_parts(value: Any) -> tuple[Any, ...] | None:
+    """Return the parts of a structure, for :func:`spec_of`; None for any other value."""
+    if not isinstance(value, _pytree.TreeSpec):
+        return None
+    kind, *parts = [getattr(value, field.name) for field in fields(value)[:3]]
+    return _NAMED if kind is namedtuple else kind, *parts
+
+
+def spec_of(kind: type | str | None, context: Any, children: list[Any]) -> Structure:
+    """Return the structure of a node, or of a leaf.
+
+    Raises:
+        TypeError: If there are no such nodes.
+    """
+    if kind is None:
+        return LEAF_SPEC
+    known = issubclass(context, tuple) if kind == _NAMED else kind in _pytree.SUPPORTED_NODES
+    if not known:
+        raise TypeError(f"the nodes of a tree must be of registered classes: got {kind}.")
+    return _pytree.TreeSpec(namedtuple if kind == _NAMED else kind, context, children)
 
 
 for _cls in (WholeList, WholeTuple):

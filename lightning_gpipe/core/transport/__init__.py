@@ -27,11 +27,20 @@ from lightning_gpipe.core.transport.process_group.connecting.groups import (
     join_processes,
     start_timeout,
 )
+from lightning_gpipe.core.transport.process_group.connecting.listening import (
+    listen,
+    resolve,
+    wait_for_server,
+)
 from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
     call_with_timeout,
     store_barrier,
 )
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
+from lightning_gpipe.core.transport.process_group.connecting.signed_store import (
+    make_token,
+    signature,
+)
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
 from lightning_gpipe.core.transport.process_group.whereabouts import (
     OBSERVED,
@@ -70,9 +79,14 @@ __all__ = [
     "choose_interface",
     "is_broken_connection",
     "join_processes",
+    "listen",
+    "make_token",
     "receive_value",
+    "resolve",
     "send_value",
+    "signature",
     "start_timeout",
     "store_barrier",
     "users_line",
+    "wait_for_server",
 ]

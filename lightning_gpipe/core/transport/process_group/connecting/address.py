@@ -14,12 +14,14 @@ import socket
 import struct
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"  # the environment variable
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux, for IPv4
+_IPV6 = Path("/proc/net/if_inet6")
 
 
 def device_for() -> Any:
@@ -45,9 +47,9 @@ def choose_interface(main_address: str) -> None:
         own = own_addresses(main_address)
     except OSError:
         own = []
-    names = [name for name, address in addresses.items() if address in own]
+    names = list(dict.fromkeys(name for name, address in addresses if address in own))
     if len(names) != 1:
-        listed = ", ".join(f"{name} ({address})" for name, address in addresses.items())
+        listed = ", ".join(f"{name} ({address})" for name, address in addresses)
         raise RuntimeError(
             "processes on several machines need the network interface that connects them: found "
             f"{' and '.join(names) or 'none'} for {main_address}, the first machine, among "
@@ -73,27 +75,34 @@ def own_addresses(other: str) -> list[str]:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # of a datagram: nothing is sent
         own = str(probe.getsockname()[0])
-    if other == "localhost" or other == address[0] or not _is_loopback(own):
+    if other == "localhost" or other == address[0] or not is_loopback(own):
         return [own]
-    outside = [each for each in addresses_of_interfaces().values() if not _is_loopback(each)]
+    outside = [each for _, each in addresses_of_interfaces() if not is_loopback(each)]
     return outside or [own]
 
 
-def addresses_of_interfaces() -> dict[str, str]:
-    """Return the IPv4 addresses of this machine, by the names of its network interfaces."""
-    addresses: dict[str, str] = {}
+def addresses_of_interfaces() -> list[tuple[str, str]]:
+    """Return the name of a network interface with each address by which others reach it."""
     if sys.platform == "win32":
-        return addresses
+        return []
     import fcntl  # not on Windows
 
+    addresses: list[tuple[str, str]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with suppress(OSError):  # it has no address
                 answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, request)
-                addresses[name] = socket.inet_ntoa(answer[20:24])
+                addresses.append((name, socket.inet_ntoa(answer[20:24])))
+    with suppress(OSError):  # there is no IPv6
+        for line in _IPV6.read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if not address.is_link_local:
+                addresses.append((name, str(address)))
     return addresses
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return True if an address leads to the machine itself, whichever it is."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -26,6 +26,7 @@ from lightning_gpipe.core.transport.process_group.connecting.shared_connections 
     Peers,
     SharedOffice,
 )
+from lightning_gpipe.core.transport.process_group.connecting.signed_store import signature
 from lightning_gpipe.core.transport.process_group.office import START, Office
 from lightning_gpipe.core.transport.process_group.requests import Requests
 
@@ -180,7 +181,7 @@ def _common_office(peers: Peers, rank: int, latest: SharedOffice | None) -> Shar
     name = call_with_timeout(3 * patience, agree, message)
     if latest is not None and name == offer:
         return latest
-    members = PrefixStore(name, store), rank, len(peers.ranks), peers.lost_after
+    members = PrefixStore(signature(name), store), rank, len(peers.ranks), peers.lost_after
     group = call_with_timeout(patience, partial(_gloo_group, *members), message)
     return SharedOffice(Office(group, peers.ranks, peers.lost_after), peers, name)
 

@@ -16,6 +16,8 @@ from uuid import uuid4
 
 from torch.distributed.distributed_c10d import Store
 
+from lightning_gpipe.core.transport.process_group.connecting.signed_store import SignedStore
+
 _POLL = 0.05  # seconds
 _MISSING = "missing "
 T = TypeVar("T")
@@ -48,12 +50,11 @@ def store_barrier(
     Raises:
         RuntimeError: If some have not come by then.
     """
-    place, own_name = "-".join(map(str, ranks)), uuid4().hex
+    place, own_name, entries = "-".join(map(str, ranks)), uuid4().hex, SignedStore(store)
     if rank == 0:
-        store.set(place, own_name)
-        answer = _gather(store, own_name, len(ranks), timeout, offer, check)
+        answer = _gather(entries, place, own_name, len(ranks), timeout, offer, check)
     else:
-        answer = _come(store, place, rank, 2 * timeout, f"{own_name} {offer}", check)
+        answer = _come(entries, place, rank, 2 * timeout, f"{own_name} {offer}", check)
     if answer.startswith(_MISSING):
         raise RuntimeError(
             f"all processes must {purpose}: rank {answer.removeprefix(_MISSING)} did not within "
@@ -64,37 +65,50 @@ def store_barrier(
 
 
 def _gather(
-    store: Store, name: str, size: int, timeout: timedelta, offer: str, check: Callable[[], None]
+    store: SignedStore,
+    place: str,
+    name: str,
+    size: int,
+    timeout: timedelta,
+    offer: str,
+    check: Callable[[], None],
 ) -> str:
     """Wait for the others at this name; return the answer that they get."""
-    missing, deadline = list(range(1, size)), time.monotonic() + timeout.total_seconds()
-    while missing := [k for k in missing if not store.check([f"{name}/{k}"])]:
-        if time.monotonic() > deadline:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        store.set(place, name)  # again, in case that a stranger has written there
+        entries = {k: store.get(f"{name}/{k}") for k in range(1, size)}
+        missing = [k for k, entry in entries.items() if entry is None]
+        if not missing or time.monotonic() > deadline:
             break
         check()
         time.sleep(_POLL)
-    present = set(range(1, size)).difference(missing)
-    entries = [store.get(f"{name}/{k}").decode().split(" ") for k in present]
-    common = offer if all(other == offer for _, other in entries) else ""
+    present = [entry.split(" ") for entry in entries.values() if entry is not None]
+    common = offer if all(other == offer for _, other in present) else ""
     answer = _MISSING + ", ".join(map(str, missing)) if missing else common or name
-    for ticket, _ in entries:
+    for ticket, _ in present:
         store.set(f"{name}/{ticket}", answer)
     return answer
 
 
 def _come(
-    store: Store, place: str, rank: int, timeout: timedelta, entry: str, check: Callable[[], None]
+    store: SignedStore,
+    place: str,
+    rank: int,
+    timeout: timedelta,
+    entry: str,
+    check: Callable[[], None],
 ) -> str:
     """Come to the first process, which may come last and wait itself; return its answer."""
     ticket = entry.partition(" ")[0]
     name, deadline = "", time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        latest = store.get(place).decode() if store.check([place]) else name
+        latest = store.get(place) or name
         # The first process answers before it goes on to its next barrier, under another name.
-        if name and store.check([f"{name}/{ticket}"]):
-            return store.get(f"{name}/{ticket}").decode()
-        if latest != name:
-            name = latest
+        if name and (answer := store.get(f"{name}/{ticket}")) is not None:
+            return answer
+        name = latest
+        if name:
             store.set(f"{name}/{rank}", entry)
         check()
         time.sleep(_POLL)

@@ -2,7 +2,7 @@
 
 To pickle tensors would copy them three times. A pickler lets values be left out by number, so
 whatever object a value is, the bytes of its tensors travel as they are, those of the same memory
-once. A tensor without dense memory of its own, such as a sparse one, is pickled.
+once. A tensor without dense memory of its own, such as a sparse one, is saved by torch.save.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import LEAF_SPEC, MARKS, identity
+from lightning_gpipe.core.transport.process_group.wire.plain_values import (
+    ClassName,
+    PlainPickler,
+    PlainUnpickler,
+)
 
 _LEAF = "leaf"
 
@@ -39,7 +44,8 @@ _Object = tuple[int, int, bool, tuple[str, ...]]
 def is_dense(value: Any) -> bool:
     """Return True if a value is a tensor with dense memory of its own."""
     plain = type(value) in (Tensor, torch.nn.Parameter) and not value.is_nested
-    return plain and value.layout is torch.strided and not value.is_quantized
+    dense = plain and value.layout is torch.strided
+    return dense and not value.is_quantized and not value.is_meta
 
 
 def form_and_bytes(tensor: Tensor) -> tuple[DenseForm, Tensor]:
@@ -86,29 +92,31 @@ def pack(value: Any) -> tuple[bytes, list[Tensor]]:
     A tensor that is there twice stays one tensor, and two with the same memory keep sharing it.
 
     Raises:
-        TypeError: If the value has something that cannot be pickled.
+        TypeError: If the value has something that may not be sent.
     """
     buffer = io.BytesIO()
     packer = _Packer(buffer)
     try:
         packer.dump(value)
-        pickled = [None if is_dense(x) else pickle.dumps(_on_host(x)) for x in packer.tensors]
+        saved = [None if is_dense(x) else _save(_on_host(x)) for x in packer.tensors]
     except Exception as error:
         raise TypeError(
-            "values sent between processes must be tensors and values that can be pickled: got "
-            f"{type(error).__name__}: {error}. Make the value on the stage that needs it, or run "
-            "both stages in one process."
+            "values sent between processes must be tensors, plain values, dataclasses, named "
+            f"tuples or mappings: {type(error).__name__}: {error}. Or make the value on the stage "
+            "that needs it, or run both stages in one process."
         ) from error
-    forms: list[bytes | tuple[Any, ...]] = []
+    forms: list[tuple[Any, ...]] = []
     contents: list[Tensor] = []
-    for tensor, other in zip(packer.tensors, pickled, strict=True):
+    for tensor, other in zip(packer.tensors, saved, strict=True):
         if other is None:
             form, content = form_and_bytes(tensor)
             forms.append(tuple(form))  # its class would take as long as all of it
             contents.append(content)
         else:
             forms.append(other)
-    return pickle.dumps((forms, buffer.getvalue())), contents
+    body = io.BytesIO()
+    PlainPickler(body, pickle.HIGHEST_PROTOCOL).dump((forms, buffer.getvalue()))
+    return body.getvalue(), contents
 
 
 def unpack(body: bytes, fill: Callable[[Tensor], object]) -> Any:
@@ -116,9 +124,9 @@ def unpack(body: bytes, fill: Callable[[Tensor], object]) -> Any:
 
     ``fill`` writes the bytes of the next tensor into its argument, unless there are none.
     """
-    forms, value = pickle.loads(body)
+    forms, value = PlainUnpickler(io.BytesIO(body)).load()
     tensors = [
-        pickle.loads(form) if isinstance(form, bytes) else tensor_of(DenseForm(*form), fill)
+        tensor_of(DenseForm(*form), fill) if len(form) == len(DenseForm._fields) else _load(*form)
         for form in forms
     ]
     return _Unpacker(io.BytesIO(value), tensors).load()
@@ -143,12 +151,25 @@ def receive_value(receive: Callable[[Tensor], object]) -> Any:
     return unpack(body.numpy().tobytes(), receive)
 
 
+def _save(tensor: Tensor) -> tuple[ClassName | None, bytes]:
+    """Return a tensor as a file, and its class if that has no part in how it is stored."""
+    cls, file = type(tensor), io.BytesIO()
+    by_name = cls is not Tensor and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    torch.save(tensor.as_subclass(Tensor) if by_name else tensor, file)
+    return ClassName.of(cls) if by_name else None, file.getvalue()
+
+
+def _load(name: ClassName | None, content: bytes) -> Tensor:
+    tensor: Tensor = torch.load(io.BytesIO(content), weights_only=True)
+    return tensor if name is None else tensor.as_subclass(name.look_up())
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.cpu() if tensor.device.type != "cpu" else tensor
+    return tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()
 
 
-class _Packer(pickle.Pickler):
+class _Packer(PlainPickler):
     """Leaves out tensors, and names the object that must be the same one in the other process.
 
     Attributes:
@@ -164,9 +185,8 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, value: Any) -> _Object | str | None:
         if not isinstance(value, Tensor):
             return _LEAF if value is LEAF_SPEC else None
-        if value.is_meta:
-            return None
-        number = self._numbers.setdefault(identity(value), len(self.tensors))
+        key = id(value) if value.is_meta else identity(value)
+        number = self._numbers.setdefault(key, len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(value)
             self._aliases.append({})
@@ -176,7 +196,7 @@ class _Packer(pickle.Pickler):
         return number, alias, value.requires_grad, marks
 
 
-class _Unpacker(pickle.Unpickler):
+class _Unpacker(PlainUnpickler):
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors

@@ -2,13 +2,14 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from lightning_gpipe.core.transport import choose_interface
 from lightning_gpipe.core.transport.process_group.connecting import address
 
-INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.1"}
+INTERFACES = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1")]
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_interfaces(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
-    monkeypatch.setattr(address, "addresses_of_interfaces", lambda: INTERFACES | more)
+    monkeypatch.setattr(address, "addresses_of_interfaces", lambda: [*INTERFACES, *more.items()])
 
 
 @pytest.mark.usefixtures("known")
@@ -66,5 +67,25 @@ def test_choice_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interface_that_leads_to_the_others_is_found() -> None:
-    assert address.addresses_of_interfaces().get("lo") in (None, "127.0.0.1")
+    assert ("lo", "127.0.0.1") in address.addresses_of_interfaces()
     assert address.own_addresses("localhost")[0] in ("127.0.0.1", "::1")
+
+
+def test_machine_that_has_ipv6_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once such a machine was refused: only IPv4 addresses of interfaces were known."""
+    lines = [
+        "00000000000000000000000000000001 01 80 10 80       lo",
+        "fd000000000000000000000000000002 04 40 00 82     eth0",
+        "fe8000000000000000fc00fffe000001 04 40 20 80     eth0",
+    ]
+    file = tmp_path / "if_inet6"
+    file.write_text("\n".join(lines), encoding="ascii")
+    monkeypatch.setattr(address, "_IPV6", file)
+    monkeypatch.setattr(socket, "if_nameindex", list)
+    monkeypatch.setattr(address, "own_addresses", lambda other: ["fd00::2"])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+    choose_interface("fd00::1")
+
+    assert address.addresses_of_interfaces() == [("lo", "::1"), ("eth0", "fd00::2")]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"

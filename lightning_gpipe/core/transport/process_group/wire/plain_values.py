@@ -1,0 +1,164 @@
+"""Pickling of values that cannot run code in the process that receives them.
+
+A pickle calls whatever functions it names. Here it may name plain classes of Python, NumPy and
+PyTorch, and those given to :func:`torch.serialization.add_safe_globals`. An object that only has
+fields or items, such as a dataclass, a named tuple or a mapping, is made without a call of its
+class: the class is looked up among the imported ones, and the object gets the fields. So most
+batches need no ceremony.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import sys
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import reduce
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_gpipe.core.data import is_registered, spec_of, spec_parts
+
+_PLAIN = {
+    "argparse": "Namespace",
+    "builtins": "Ellipsis bool bytearray bytes complex dict float frozenset int list range set "
+    "slice str tuple",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "numpy": "dtype ndarray",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy._core.numeric": "_frombuffer",
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy.core.numeric": "_frombuffer",
+    "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+    "pathlib._local": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+    "tokenizers": "Encoding",  # of a BatchEncoding
+    "torch": "Size device",
+    "types": "SimpleNamespace",
+    "uuid": "SafeUUID UUID",
+}
+_KINDS = (tuple, Mapping, Enum, torch.Tensor)  # of records, beside dataclasses
+_MAKING = "__new__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__"
+
+
+class ClassName(NamedTuple):
+    """A class, by its name: unlike the class itself, nobody can call it."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def of(cls, kind: Any) -> ClassName:
+        """Return the name of a class, or of a function."""
+        return cls(kind.__module__, kind.__qualname__)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if a pickle may call it."""
+        if self in _OWN or self.name in _PLAIN.get(self.module, "").split():
+            return True
+        if self.module == "torch" and isinstance(vars(torch).get(self.name), torch.dtype):
+            return True
+        safe = torch.serialization.get_safe_globals()  # some have a name of the user's choice
+        return self.module == "torch.return_types" or any(
+            f"{self.module}.{self.name}" == (x[1] if isinstance(x, tuple) else ".".join(self.of(x)))
+            for x in safe
+        )
+
+    def look_up(self) -> Any:
+        """Return the class, which must be one of records, tensors or plain values."""
+        try:
+            names = self.name.split(".")
+            found = reduce(lambda owner, name: vars(owner)[name], names, sys.modules[self.module])
+        except (KeyError, TypeError):
+            raise pickle.PicklingError(
+                f"{self.module}.{self.name} is not known here. Define it at the top of a module, "
+                "and import that in all processes"
+            ) from None
+        if not isinstance(found, type) or not (self.is_plain or is_record(found)):
+            raise self.refusal()
+        return found
+
+    def refusal(self) -> pickle.PickleError:
+        """Return the error for a value that needs it."""
+        return pickle.PicklingError(
+            f"{self.module}.{self.name} is not among them. If it is safe to make from what another "
+            f"process sends, write torch.serialization.add_safe_globals([{self.name}]) in all "
+            "processes; a dataclass needs none"
+        )
+
+
+class PlainPickler(pickle.Pickler):
+    """Pickles what :class:`PlainUnpickler` makes, and refuses the rest."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a value is made, see :meth:`pickle.Pickler.reducer_override`."""
+        if (parts := spec_parts(value)) is not None:
+            return _spec, _with_names(parts)
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+            if not ClassName.of(value).is_plain:
+                raise ClassName.of(value).refusal()
+        elif is_record(type(value)) and not ClassName.of(type(value)).is_plain:
+            return _parts(value, ClassName.of(type(value)))
+        return NotImplemented
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Makes plain values, and records of the classes that are imported here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or a function that a pickle may call."""
+        if not ClassName(module, name).is_plain:
+            raise ClassName(module, name).refusal()
+        return super().find_class(module, name)
+
+
+def is_record(cls: type) -> bool:
+    """Return True if objects of a class are made of fields or items only."""
+    if hasattr(cls, "__del__") or hasattr(cls, "n_sequence_fields"):
+        return False
+    by_fields = all(getattr(cls, name, None) is getattr(object, name, None) for name in _MAKING)
+    return by_fields or is_dataclass(cls) or issubclass(cls, _KINDS) or is_registered(cls)
+
+
+def _parts(value: Any, name: ClassName) -> tuple[Any, ...]:
+    """Return how a record is made, in the form of ``__reduce_ex__``."""
+    if isinstance(value, Enum):
+        return _record, (name, value.value)
+    if isinstance(value, tuple):
+        return _record, (name, *_with_names(value)), getattr(value, "__dict__", None)
+    function, arguments, *rest = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    has_fields = is_dataclass(value) and rest and rest[0]  # that the arguments are made of
+    by_call = function is type(value) and arguments and not has_fields
+    if by_call or function not in (copyreg.__newobj__, type(value)):  # type: ignore[attr-defined]
+        raise name.refusal()
+    return _record, (name,), *rest
+
+
+def _record(name: ClassName, *values: Any) -> Any:
+    """Return a record without its fields, or a tuple of these values."""
+    cls = name.look_up()
+    if issubclass(cls, Enum):
+        return cls(*values)
+    return tuple.__new__(cls, _with_classes(values)) if issubclass(cls, tuple) else cls.__new__(cls)
+
+
+def _spec(*parts: Any) -> Any:
+    return spec_of(*_with_classes(parts))
+
+
+def _with_names(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(ClassName.of(x) if isinstance(x, type) else x for x in values)
+
+
+def _with_classes(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.look_up() if isinstance(x, ClassName) else x for x in values)
+
+
+_OWN = {ClassName.of(each) for each in (ClassName, _record, _spec)}
