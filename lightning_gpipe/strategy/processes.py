@@ -48,6 +48,8 @@ from lightning_gpipe.distributed import (
 from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.refusals import refuse_several_nodes, refuse_several_processes
 
+_MOMENT = 1.0  # seconds
+
 
 class Processes:
     """The processes of a Trainer, one of which is this one.
@@ -204,7 +206,8 @@ class Processes:
         """
         if self.groups is None:
             return
-        failure = self.groups.lifeline.failure(0.0)
+        # One that has failed tells all by itself, a moment before or after those that hear of it.
+        failure = self.groups.lifeline.failure(_MOMENT if isinstance(error, RankFailed) else 0.0)
         self.groups.lifeline.tell(error)
         if failure is not None and is_broken_connection(error):
             raise failure from error
