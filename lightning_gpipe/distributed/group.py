@@ -187,15 +187,16 @@ class Group:
     def _receive(self, source: int) -> Any:
         return receive_value(partial(dist.recv, group_src=source, group=self.process_group))
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor, what: str = "a sum over all") -> Tensor:
         """Return the sum over all processes of a tensor on the CPU, which is changed."""
-        with self.waiting_for("a sum over all"):
+        with self.waiting_for(what):
             dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def decide(self, decision: bool, *, all: bool) -> bool:
         """Return True if all processes decide so, or any."""
-        votes = int(self.sum(torch.tensor(int(decision))))
+        what = f"a vote whether {'all' if all else 'any'} decide so"
+        votes = int(self.sum(torch.tensor(int(decision)), what))
         return votes == self.size if all else votes > 0
 
     def meet(self, purpose: str) -> None:

@@ -7,6 +7,7 @@ Each process that is left ends, long before the timeout of half an hour, and nam
 
 import os
 import random
+import re
 import signal
 import time
 import warnings
@@ -227,11 +228,12 @@ def wrong(fault: Fault, found: dict[int, tuple[str, int]]) -> list[str]:
             if not each.startswith(named) or f"rank {fault.rank}" not in each
         ]
     own = {"burn": "OwnError | burnt", "interrupt": "SystemExit | 1"}.get(fault.act)
-    others = f"RankFailed | rank {fault.rank} "
+    heard = r"(rank \d( \(stages? [\d, ]+\))? failed: RankFailed: )*"  # from one that heard of it
+    others = rf"RankFailed \| {heard}rank {fault.rank} "
     return [
         each
         for rank, each in messages.items()
-        if not each.startswith(str(own) if rank == fault.rank else others)
+        if not (each.startswith(str(own)) if rank == fault.rank else re.match(others, each))
     ]
 
 
