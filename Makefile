@@ -43,7 +43,7 @@ help:
 	@echo "make models  models of transformers, PEFT, diffusers, torchvision and timm as pipelines"
 	@echo "             (over an hour); ARGS='transformers --only Llama' for some of them"
 	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; 1,500 drawn fits; faults,"
-	@echo "             interrupts, killed processes (some minutes)"
+	@echo "             interrupts, killed processes (some minutes), processes that end or wait (half an hour)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
@@ -87,6 +87,7 @@ soak: $(READY)
 	    tests/promises/test_interrupts.py \
 	    tests/promises/test_random_faults.py tests/promises/test_processes.py::test_drawn_models \
 	    tests/promises/test_processes_that_fail.py tests/promises/test_killed_runs.py \
+	    tests/promises/test_drawn_endings.py \
 	    tests/promises/test_steps_by_micro_batch.py tests/promises/test_steps_that_fail.py \
 	    --hypothesis-profile=soak --timeout=0 -o faulthandler_timeout=0
 	SIMULATED_GPUS=4 $(BIN)/pytest tests/gpu/test_drawn_models.py --hypothesis-profile=soak \

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -79,11 +79,6 @@ class Group:
         if self.process_group is not None:
             abort_group(self.process_group)
 
-    def within(self, what: str) -> AbstractContextManager[None]:
-        """A ``with`` block that is one operation of all processes, and is not compared."""
-        self._operations += 1
-        return OWN.within(self._name, self._operations, self.ranks, what)
-
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
         """A ``with`` block that is one operation of all processes, which compare what it is for.
@@ -93,9 +88,10 @@ class Group:
             OutOfStep: If some are in another operation; names it.
             RuntimeError: If some do not come in time; names them, and where they are.
         """
+        self._operations += 1
         began = time.monotonic()
         try:
-            with self.within(what):
+            with OWN.within(self._name, self._operations, self.ranks, what):
                 self._compare(what)
                 yield
         except RuntimeError as error:
@@ -191,15 +187,16 @@ class Group:
     def _receive(self, source: int) -> Any:
         return receive_value(partial(dist.recv, group_src=source, group=self.process_group))
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor, what: str = "a sum over all") -> Tensor:
         """Return the sum over all processes of a tensor on the CPU, which is changed."""
-        with self.waiting_for("a sum over all"):
+        with self.waiting_for(what):
             dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def decide(self, decision: bool, *, all: bool) -> bool:
         """Return True if all processes decide so, or any."""
-        votes = int(self.sum(torch.tensor(int(decision))))
+        what = f"a vote whether {'all' if all else 'any'} decide so"
+        votes = int(self.sum(torch.tensor(int(decision)), what))
         return votes == self.size if all else votes > 0
 
     def meet(self, purpose: str) -> None:

@@ -590,9 +590,14 @@ class GPipeStrategy(ParallelStrategy):
         """Tell the other processes of an error, unless Lightning raises it in all of them."""
         if isinstance(error, SIGTERMException | _TunerExitException):
             return
-        if self._piped is not None:
-            self._piped.pipeline.tell(error)
-        self._processes.tell(error)
+        try:
+            self._processes.tell(error)
+        except RuntimeError as failure:  # of which the error comes
+            error = failure
+            raise
+        finally:
+            if self._piped is not None:
+                self._piped.pipeline.tell(error)
 
     @override
     def teardown(self) -> None:

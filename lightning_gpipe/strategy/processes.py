@@ -53,6 +53,9 @@ from lightning_gpipe.distributed import (
 from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.refusals import refuse_several_nodes, refuse_several_processes
 
+_MOMENT = 1.0  # seconds
+_BROKEN = 5.0  # the same until it is known why a connection has ended
+
 
 class Processes:
     """The processes of a Trainer, one of which is this one.
@@ -236,9 +239,12 @@ class Processes:
         """
         if self.groups is None:
             return
-        failure = self.groups.lifeline.failure(0.0)
+        broken = is_broken_connection(error)
+        # One that has failed or is lost is heard of a moment before or after what comes of it.
+        patience = _BROKEN if broken else _MOMENT if isinstance(error, RankFailed) else 0.0
+        failure = self.groups.lifeline.failure(patience)
         self.groups.lifeline.tell(error)
-        if failure is not None and is_broken_connection(error):
+        if failure is not None and broken:
             raise failure from error
         if failure is not None and not isinstance(error, RankFailed):
             add_note(error, f"{failure}")

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torchmetrics import Metric
 
 from lightning_gpipe.core.faithful import Attributes, Journal, Manager
+from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed import (
     Group,
     SameParameters,
@@ -56,6 +57,7 @@ class Replicas:
         self._ddp = dict(ddp or {})
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
         self._together: SameParameters | None = None
+        self._waits = 0  # in steps, so far
         self._accumulates = False  # whether another backward comes before the optimizer's step
         self._changes = Journal()  # of torch.distributed and torchmetrics
         self.world_size_calls = WorldSizeCalls()
@@ -105,7 +107,8 @@ class Replicas:
         """A ``with`` block in which DistributedDataParallel may wait for the other replicas."""
         if self._across is None or self._accumulates:
             return nullcontext()
-        return self._everyone.within("a step of all replicas")
+        self._waits += 1
+        return OWN.within("replicas", self._waits, self._everyone.ranks, "a step of all replicas")
 
     def after_backward(self) -> None:
         """Give the processes of a pipeline the same gradients of what each of them has."""
@@ -122,6 +125,7 @@ class Replicas:
             self._together = SameParameters(processes.pipeline_group, around, precision)
         if processes.groups is None:
             return
+        self._waits = 0
         self._changes = Journal()  # a new one: a fork abandons those that exist
         if not processes.replicated:  # what is logged is the same in all processes
             warnings.filterwarnings(

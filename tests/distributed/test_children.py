@@ -93,13 +93,15 @@ def test_process_with_an_error_is_not_killed_by_lightnings_observer(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else a launcher sets it
     observed: list[list[subprocess.Popen[bytes]]] = []
     monkeypatch.setattr(subprocess_script, "_launch_process_observer", observed.append)
-    launcher = children.Scripts(LightningEnvironment(), 1, 1, NONE)
+    errors: list[BaseException] = []
+    launcher = children.Scripts(LightningEnvironment(), 1, 1, NONE, errors.append)
     with child(SLEEPS) as process:
         launcher.procs = [process]
         monkeypatch.setattr(launcher, "_call_children_scripts", lambda: None)
 
-        with pytest.raises(OwnError):
+        with pytest.raises(OwnError) as raised:
             launcher.launch(throw(OwnError("of this process")))
 
+        assert errors == [raised.value]
         assert observed == [[]]
         assert launcher.procs == [process]

@@ -1,6 +1,7 @@
 """No hang: SIGTERM to one process of a Trainer stops all after the same batch, with what they save.
 
-Once Lightning's handler waited for the others in the middle of a step, and all hung.
+Here are the tests of ``signals``. Once Lightning's handler waited for the others in the middle of a
+step, and all hung.
 """
 
 import os

@@ -153,3 +153,28 @@ def test_process_that_is_killed_and_an_elastic_restart(
 
     assert f"RankFailed: rank {rank}" in " ".join(run.errors().values())
     assert_equal(run.weights(), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("machine", [0, 1])
+def test_sigterm_on_one_machine_stops_both_and_a_restart_goes_on(
+    machines: Machines, tmp_path: Path, mode: str, machine: int, expected: dict[str, Any]
+) -> None:
+    """Once the processes that got the signal waited for the others, and these for them."""
+    each = PROCESSES[mode]
+    run = Run(machines, tmp_path, mode, *SLOWLY)
+    run.start()
+    run.reach(BATCHES + 2)
+    for rank in range(machine * each, (machine + 1) * each):
+        os.kill(run.process(rank), signal.SIGTERM)
+    run.fail()
+    errors = run.errors()
+    stopped = {run.steps(rank) for rank in range(2 * each)}
+    run.end()
+    run.start()
+    run.succeed()
+
+    assert set(errors) == set(range(2 * each))
+    assert all(error.startswith("SIGTERMException") for error in errors.values())
+    assert len(stopped) == 1
+    assert_equal(run.weights(), expected)
