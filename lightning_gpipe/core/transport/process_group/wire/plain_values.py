@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import reduce
+from functools import lru_cache, reduce
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -61,11 +61,8 @@ class ClassName(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """True if a pickle may call it."""
-        if self in _OWN or self.name in _PLAIN.get(self.module, "").split():
+        if _is_plain(*self):
             return True
-        if self.module in ("torch", "torch.return_types"):
-            found = vars(sys.modules[self.module]).get(self.name)
-            return isinstance(found, torch.dtype) or hasattr(found, "n_sequence_fields")
         safe = torch.serialization.get_safe_globals()  # some with a name of the user's choice
         return any(self == self.of(x[0] if isinstance(x, tuple) else x) for x in safe)
 
@@ -123,12 +120,28 @@ class PlainUnpickler(pickle.Unpickler):
         return found.__call__ if by_python else found
 
 
+@lru_cache(maxsize=256)
+def _is_plain(module: str, name: str) -> bool:
+    """Return True if a pickle may call a class or a function without the user's permission."""
+    if (module, name) in _OWN or name in _PLAIN.get(module, "").split():
+        return True
+    if module not in ("torch", "torch.return_types"):
+        return False
+    found = vars(sys.modules[module]).get(name)
+    return isinstance(found, torch.dtype) or hasattr(found, "n_sequence_fields")
+
+
 def is_record(cls: type) -> bool:
     """Return True if objects of a class are made of fields or items only."""
+    return _has_fields_only(cls) or is_registered(cls)
+
+
+@lru_cache(maxsize=256)
+def _has_fields_only(cls: type) -> bool:
     if hasattr(cls, "__del__") or hasattr(cls, "n_sequence_fields"):
         return False
     by_fields = all(getattr(cls, name, None) is getattr(object, name, None) for name in _MAKING)
-    return by_fields or is_dataclass(cls) or issubclass(cls, _KINDS) or is_registered(cls)
+    return by_fields or is_dataclass(cls) or issubclass(cls, _KINDS)
 
 
 def _is_mutable(cls: type) -> bool:
