@@ -14,12 +14,13 @@ from threading import Thread
 from typing import TypeVar
 from uuid import uuid4
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_gpipe.core.transport.process_group.connecting.signed_store import SignedStore
 
 _POLL = 0.05  # seconds
 _MISSING = "missing "
+_NAME = "name"
 T = TypeVar("T")
 
 
@@ -50,11 +51,11 @@ def store_barrier(
     Raises:
         RuntimeError: If some have not come by then.
     """
-    place, own_name, entries = "-".join(map(str, ranks)), uuid4().hex, SignedStore(store)
+    place, own_name = SignedStore(PrefixStore("-".join(map(str, ranks)), store)), uuid4().hex
     if rank == 0:
-        answer = _gather(entries, place, own_name, len(ranks), timeout, offer, check)
+        answer = _gather(place, own_name, len(ranks), timeout, offer, check)
     else:
-        answer = _come(entries, place, rank, 2 * timeout, f"{own_name} {offer}", check)
+        answer = _come(place, rank, 2 * timeout, f"{own_name} {offer}", check)
     if answer.startswith(_MISSING):
         raise RuntimeError(
             f"all processes must {purpose}: rank {answer.removeprefix(_MISSING)} did not within "
@@ -66,7 +67,6 @@ def store_barrier(
 
 def _gather(
     store: SignedStore,
-    place: str,
     name: str,
     size: int,
     timeout: timedelta,
@@ -76,7 +76,7 @@ def _gather(
     """Wait for the others at this name; return the answer that they get."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        store.set(place, name)  # again, in case that a stranger has written there
+        store.set(_NAME, name)  # again, in case that a stranger has written there
         entries = {k: store.get(f"{name}/{k}") for k in range(1, size)}
         missing = [k for k, entry in entries.items() if entry is None]
         if not missing or time.monotonic() > deadline:
@@ -92,18 +92,13 @@ def _gather(
 
 
 def _come(
-    store: SignedStore,
-    place: str,
-    rank: int,
-    timeout: timedelta,
-    entry: str,
-    check: Callable[[], None],
+    store: SignedStore, rank: int, timeout: timedelta, entry: str, check: Callable[[], None]
 ) -> str:
     """Come to the first process, which may come last and wait itself; return its answer."""
     ticket = entry.partition(" ")[0]
     name, deadline = "", time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        latest = store.get(place) or name
+        latest = store.get(_NAME) or name
         # The first process answers before it goes on to its next barrier, under another name.
         if name and (answer := store.get(f"{name}/{ticket}")) is not None:
             return answer

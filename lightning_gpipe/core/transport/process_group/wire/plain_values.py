@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import reduce
+from functools import lru_cache, reduce
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ import torch
 from lightning_gpipe.core.data import is_registered, spec_of, spec_parts
 
 _PLAIN = {
-    "argparse": "Namespace",
     "builtins": "Ellipsis bool bytearray bytes complex dict float frozenset int list range set "
     "slice str tuple",
     "collections": "Counter OrderedDict defaultdict deque",
@@ -41,9 +40,10 @@ _PLAIN = {
     "tokenizers": "Encoding",  # of a BatchEncoding
     "torch": "Size device",
     "types": "SimpleNamespace",
-    "uuid": "SafeUUID UUID",
+    "uuid": "UUID",
 }
 _KINDS = (tuple, Mapping, Enum, torch.Tensor)  # of records, beside dataclasses
+_IMMUTABLE = 1 << 8  # the flag of such a type, Py_TPFLAGS_IMMUTABLETYPE
 _MAKING = "__new__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__"
 
 
@@ -61,15 +61,10 @@ class ClassName(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """True if a pickle may call it."""
-        if self in _OWN or self.name in _PLAIN.get(self.module, "").split():
+        if _is_plain(*self):
             return True
-        if self.module == "torch" and isinstance(vars(torch).get(self.name), torch.dtype):
-            return True
-        safe = torch.serialization.get_safe_globals()  # some have a name of the user's choice
-        return self.module == "torch.return_types" or any(
-            f"{self.module}.{self.name}" == (x[1] if isinstance(x, tuple) else ".".join(self.of(x)))
-            for x in safe
-        )
+        safe = torch.serialization.get_safe_globals()  # some with a name of the user's choice
+        return any(self == self.of(x[0] if isinstance(x, tuple) else x) for x in safe)
 
     def look_up(self) -> Any:
         """Return the class, which must be one of records, tensors or plain values."""
@@ -101,10 +96,12 @@ class PlainPickler(pickle.Pickler):
         """Return how a value is made, see :meth:`pickle.Pickler.reducer_override`."""
         if (parts := spec_parts(value)) is not None:
             return _spec, _with_names(parts)
+        if isinstance(value, ClassName):
+            return _name, tuple(value)
         if isinstance(value, type | FunctionType | BuiltinFunctionType):
             if not ClassName.of(value).is_plain:
                 raise ClassName.of(value).refusal()
-        elif is_record(type(value)) and not ClassName.of(type(value)).is_plain:
+        elif _is_mutable(type(value)):
             return _parts(value, ClassName.of(type(value)))
         return NotImplemented
 
@@ -113,22 +110,48 @@ class PlainUnpickler(pickle.Unpickler):
     """Makes plain values, and records of the classes that are imported here."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or a function that a pickle may call."""
+        """Return a class or a function that a pickle may call, but not change."""
         if not ClassName(module, name).is_plain:
             raise ClassName(module, name).refusal()
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        by_python = (
+            _is_mutable(found) if isinstance(found, type) else isinstance(found, FunctionType)
+        )
+        return found.__call__ if by_python else found
+
+
+@lru_cache(maxsize=256)
+def _is_plain(module: str, name: str) -> bool:
+    """Return True if a pickle may call a class or a function without the user's permission."""
+    if (module, name) in _OWN or name in _PLAIN.get(module, "").split():
+        return True
+    if module not in ("torch", "torch.return_types"):
+        return False
+    found = vars(sys.modules[module]).get(name)
+    return isinstance(found, torch.dtype) or hasattr(found, "n_sequence_fields")
 
 
 def is_record(cls: type) -> bool:
     """Return True if objects of a class are made of fields or items only."""
+    return _has_fields_only(cls) or is_registered(cls)
+
+
+@lru_cache(maxsize=256)
+def _has_fields_only(cls: type) -> bool:
     if hasattr(cls, "__del__") or hasattr(cls, "n_sequence_fields"):
         return False
     by_fields = all(getattr(cls, name, None) is getattr(object, name, None) for name in _MAKING)
-    return by_fields or is_dataclass(cls) or issubclass(cls, _KINDS) or is_registered(cls)
+    return by_fields or is_dataclass(cls) or issubclass(cls, _KINDS)
 
 
-def _parts(value: Any, name: ClassName) -> tuple[Any, ...]:
+def _is_mutable(cls: type) -> bool:
+    return not cls.__flags__ & _IMMUTABLE
+
+
+def _parts(value: Any, name: ClassName) -> Any:
     """Return how a record is made, in the form of ``__reduce_ex__``."""
+    if not (is_record(type(value)) or name.is_plain):
+        raise name.refusal()
     if isinstance(value, Enum):
         return _record, (name, value.value)
     if isinstance(value, tuple):
@@ -137,6 +160,8 @@ def _parts(value: Any, name: ClassName) -> tuple[Any, ...]:
     has_fields = is_dataclass(value) and rest and rest[0]  # that the arguments are made of
     by_call = function is type(value) and arguments and not has_fields
     if by_call or function not in (copyreg.__newobj__, type(value)):  # type: ignore[attr-defined]
+        if name.is_plain:
+            return NotImplemented
         raise name.refusal()
     return _record, (name,), *rest
 
@@ -147,6 +172,10 @@ def _record(name: ClassName, *values: Any) -> Any:
     if issubclass(cls, Enum):
         return cls(*values)
     return tuple.__new__(cls, _with_classes(values)) if issubclass(cls, tuple) else cls.__new__(cls)
+
+
+def _name(module: str, name: str) -> ClassName:
+    return ClassName(module, name)
 
 
 def _spec(*parts: Any) -> Any:
@@ -161,4 +190,4 @@ def _with_classes(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.look_up() if isinstance(x, ClassName) else x for x in values)
 
 
-_OWN = {ClassName.of(each) for each in (ClassName, _record, _spec)}
+_OWN = {ClassName.of(each) for each in (_name, _record, _spec)}

@@ -94,7 +94,7 @@ def test_run_that_was_ended_while_its_processes_met_and_is_started_again() -> No
 def test_one_that_comes_before_the_first_and_finds_the_name_of_an_earlier_run() -> None:
     store = HashStore()
     (first,) = met(store)
-    places = [f"{first}/{k}" for k in (1, 2)]
+    places = [f"0-1-2/{first}/{k}" for k in (1, 2)]
     before = [store.get(each) for each in places]
     found: list[str] = []
     others = [start(partial(come, found, store, k)) for k in (1, 2)]

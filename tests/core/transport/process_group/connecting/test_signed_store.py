@@ -6,13 +6,14 @@ from datetime import timedelta
 from threading import Event, Thread
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from lightning_gpipe.core.transport import make_token, signature, store_barrier
 from lightning_gpipe.core.transport.process_group.connecting.signed_store import TOKEN, SignedStore
 from tests.support.waiting import PATIENCE, awaited
 
 LONG = timedelta(seconds=PATIENCE)
+PLACE = "0-1/name"
 GARBAGE = [b"", b"\xff\x00 \xff", b"a" * 64 + b" missing 1", b"x " * 999, "ß é".encode()]
 
 
@@ -71,8 +72,8 @@ def test_token_is_kept_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 def stranger(store: HashStore, stop: Event) -> None:
     """Writes wherever processes meet, as one does that has read the code."""
     while not stop.wait(0.02):
-        name = store.get("0-1").decode().split(" ")[-1] if store.check(["0-1"]) else "x"
-        for key in ("0-1", f"{name}/1"):
+        name = store.get(PLACE).decode().split(" ")[-1] if store.check([PLACE]) else "x"
+        for key in (PLACE, f"0-1/{name}/1"):
             store.set(key, b"0" * 64 + b" " + name.encode())
 
 
@@ -110,7 +111,7 @@ def test_processes_with_different_tokens_say_so(
     monkeypatch.setenv(TOKEN, "another")
     with pytest.raises(RuntimeError, match="rank 0 did not"):
         store_barrier(store, range(2), 1, timedelta(seconds=0.1), "come")
-    SignedStore(store).set("0-1", "name")
+    SignedStore(PrefixStore("0-1", store)).set("name", "text")
     monkeypatch.setenv(TOKEN, "secret")
     with pytest.raises(RuntimeError, match="rank 0 did not"):
         store_barrier(store, range(2), 1, timedelta(seconds=0.1), "come")

@@ -7,11 +7,15 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import date, timedelta
+from decimal import Decimal
 from enum import Enum, Flag
+from fractions import Fraction
 from pathlib import Path
 from subprocess import Popen
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -103,7 +107,8 @@ VALUES = [
     [defaultdict(list, a=[1]), torch.float16, torch.device("cpu"), torch.Size([2, 3])],
     [np.float32(3.0), np.dtype("int16"), bytearray(b"x")],
     [Named(1, "b"), Plain(1, 2), Colour.RED, Bits.ONE | Bits.TWO, Namespace(a=1), Memo()],
-    [Data(a=1), Items(a=1), {Named(1, "b"): Colour.RED}],
+    [Data(a=1), Items(a=1), UUID(int=3), Fraction(1, 3), Decimal("1.5"), date(2000, 1, 1)],
+    [SimpleNamespace(a=1), {Named(1, "b"): Colour.RED}],
 ]
 
 
@@ -187,7 +192,7 @@ class Calling:
 
 def global_of(module: str, name: str, *arguments: Any) -> bytes:
     """A pickle that calls what it names."""
-    head = b"c" + f"{module}\n{name}\n".encode()
+    head = b"\x80\x04c" + f"{module}\n{name}\n".encode()
     return head + pickle.dumps(arguments, 0)[:-1] + b"R."
 
 
@@ -206,6 +211,7 @@ ATTACKS = {
     "import": global_of("builtins", "__import__", "antigravity"),
     "part of a class": global_of("builtins", "dict.fromkeys", "a"),
     "torch": global_of("torch.storage", "_load_from_bytes", b""),
+    "modules of a module": global_of("torch.return_types", "torch.os.system", "touch ran"),
     "own": global_of("lightning_gpipe.core.data.pytree", "spec_of", None, None, []),
     "dataclass that is called": global_of(__name__, "Task", 3),
     "named tuple that is called": global_of(__name__, "Plain", 3, 4),
@@ -227,6 +233,17 @@ def test_pickle_that_calls_something(content: bytes) -> None:
     for read in (lambda: PlainUnpickler(io.BytesIO(content)).load(), lambda: unpack(content, len)):
         with pytest.raises(pickle.PicklingError, match="is not among them"):
             read()
+
+
+@pytest.mark.parametrize("name", ["_record", "_name", "collections Counter", "collections deque"])
+def test_pickle_that_changes_what_it_may_call(name: str) -> None:
+    """Once a state of slots set ``is_plain`` of the class by whose names classes are looked up."""
+    module, _, name = name.rpartition(" ")
+    head = b"\x80\x04c" + f"{module or plain_values.__name__}\n{name}\n".encode()
+    content = head + b"N" + pickle.dumps({"is_plain": True}, 0)[:-1] + b"\x86b."
+
+    with pytest.raises((AttributeError, TypeError)):
+        PlainUnpickler(io.BytesIO(content)).load()
 
 
 def test_pickle_within_a_value() -> None:
