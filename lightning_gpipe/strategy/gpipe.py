@@ -26,6 +26,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
@@ -197,6 +198,7 @@ class GPipeStrategy(ParallelStrategy):
         self._measured_balances = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()
         self._measures_layers = False
+        self._tries_sizes = False
         self._piped: PipelinedModule | None = None
         self._steps: UserSteps | None = None
 
@@ -408,6 +410,7 @@ class GPipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         check_fit(callbacks, self.optimizers, split=processes.split)
+        self._tries_sizes = any(isinstance(each, BatchSizeFinder) for each in callbacks)
         if self.options.save_distributed_checkpoint:
             refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
@@ -416,7 +419,7 @@ class GPipeStrategy(ParallelStrategy):
             follow_parameters(optimizer)
         guard_logs(module, changes, split=processes.split)
         layout = piped.pipeline.layout
-        adapt_callbacks(callbacks, changes, layout, self.options.replicas)
+        adapt_callbacks(callbacks, changes, layout, self.data_parallel_size)
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)
 
@@ -438,11 +441,18 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        piped = self._piped
         try:
-            return super().backward(*args, **kwargs)
+            with nullcontext() if piped is None else piped.pipeline.engine.telling():
+                return super().backward(*args, **kwargs)
         except RuntimeError as error:
             refuse_second_backward(error)
             raise
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = partial(super().optimizer_step, *args, **kwargs)
+        return self._processes.agree_on_memory(step) if self._tries_sizes else step()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

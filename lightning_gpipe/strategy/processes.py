@@ -8,7 +8,7 @@ launchers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
 from typing_extensions import override
 
@@ -229,6 +230,19 @@ class Processes:
         if self.groups is None:
             return decision
         return self.groups.everyone.decide(bool(decision), all=all)
+
+    def agree_on_memory(self, step: Callable[[], Any]) -> Any:
+        """Return the result of a step, or raise in all processes if one has too little memory."""
+        result, error = None, None
+        try:
+            result = step()
+        except RuntimeError as raised:
+            if not is_oom_error(raised):
+                raise
+            error = raised
+        if self.decide(error is not None, all=False):
+            raise error or RuntimeError("CUDA or host out of memory in another process")
+        return result
 
     def fetch(self, module: LightningModule) -> None:
         """Give the module of the first process the values of all, on the CPU."""
