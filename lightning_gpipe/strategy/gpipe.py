@@ -230,7 +230,7 @@ class GPipeStrategy(ParallelStrategy):
         """Cut by another balance between two steps of a fit, and move the layers.
 
         The state of the optimizers follows their parameters, and so do averages of weights.
-        Checkpoints that keep a balance keep this one from then on.
+        Checkpoints that keep a balance keep this one from then on. All replicas call this together.
 
         Args:
             balance: The number of layers in each stage, for the same number of stages; for several
@@ -242,15 +242,26 @@ class GPipeStrategy(ParallelStrategy):
         """
         if self._piped is None:
             raise RuntimeError("a pipeline is cut anew from setup to teardown: there is none now.")
-        if self.is_distributed:
-            raise RuntimeError(
-                "replicas of a pipeline keep their balance, for their gradients are averaged stage "
-                f"by stage: got rebalance({balance}). Give this balance to GPipeStrategy."
-            )
-        with state_follows(self.optimizers):
-            self._piped.pipeline.rebalance(balance)
+        pipeline = self._piped.pipeline
+        move, move_back = (partial(self._cut, each) for each in (balance, pipeline.balance))
+        self._processes.check_same_value("balance of rebalance()", balance)
+        try:
+            self._processes.do_or_undo(move, move_back)
+        finally:
+            if self.is_distributed:
+                self._wrap()
         self._averages.follow(self._root)
-        self._measured_balances.replace(self._piped.modules, self._piped.pipeline.balances)
+        self._measured_balances.replace(self._piped.modules, pipeline.balances)
+
+    def _cut(self, balance: Any) -> None:
+        assert self.pipeline is not None, "it is set up"
+        with state_follows(self.optimizers):
+            self.pipeline.rebalance(balance)
+
+    def _wrap(self) -> None:
+        """Let replicas average the gradients of the present parameters on their devices."""
+        self.model = self._root  # the old wrapper goes first
+        self.model = self._replicas.wrapped(self._root)
 
     def grad_norm(
         self, module: nn.Module, norm_type: float = 2.0, group_separator: str = "/"
@@ -478,11 +489,9 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        module = self._root
-        if self.is_distributed and self._replicas.outdated(module):
-            self.model = module  # the old wrapper goes first
-            self.model = self._replicas.wrapped(module)
-        self._averages.follow_in_epoch(module)
+        if self.is_distributed and self._replicas.outdated(self._root):
+            self._wrap()
+        self._averages.follow_in_epoch(self._root)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
