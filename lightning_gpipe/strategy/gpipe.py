@@ -47,7 +47,7 @@ from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import refuse_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
-from lightning_gpipe.distributed import Group, Mode, SharedLoader, refuse_world_size
+from lightning_gpipe.distributed import Group, Mode, SharedLoader, refuse_world_size, unshare
 from lightning_gpipe.strategy.adapters.averages import Averages
 from lightning_gpipe.strategy.adapters.methods import adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
@@ -614,6 +614,8 @@ class GPipeStrategy(ParallelStrategy):
         self._random_states.release()
         self._piped = self._steps = None
         module = self._lightning_module
+        if module is not None and module._trainer is not None:
+            unshare(module._trainer)
         if module is not None and must_stay(module):
             self._lightning_module = None
             if self._processes.split:
