@@ -41,7 +41,8 @@ class Rebalance(Callback):
     mini-batches of an epoch. Gradients and optimizer state move with their layers. On the CPU the
     results stay equal to the bit, unless layers draw random numbers, or layers of several stages
     use the same parameter or tensor, see :meth:`~lightning_gpipe.GPipe.rebalance`. If the stages
-    are slower after a move than before, it is undone.
+    are slower after a move than before, it is undone. Replicas move the same layers, by the times
+    of the first one.
 
     Args:
         every_n_epochs: The number of epochs between two comparisons.
@@ -49,7 +50,7 @@ class Rebalance(Callback):
 
     Attributes:
         shifts: The moves so far: the epoch before which each was made, and the shift of each
-            pipelined module.
+            pipelined module; of replicas, the first one's callback has them.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
@@ -67,6 +68,7 @@ class Rebalance(Callback):
         self.every_n_epochs, self.threshold = every_n_epochs, threshold
         self.shifts: list[tuple[int, list[Shift]]] = []
         self._timelines: deque[Timeline] = deque(maxlen=_MINI_BATCHES)
+        self._chosen: list[Shift] = []  # the move that is being made
         self._latest: list[Shift] = []  # the latest move, until its gain is measured
         self._undone: set[tuple[tuple[int, ...], ...]] = set()
 
@@ -79,19 +81,23 @@ class Rebalance(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipeline = pipeline_of(trainer, self)
-        if pipeline.layout.spread or strategy_of(trainer, self).is_distributed:
+        if pipeline.layout.spread:
             raise RuntimeError(
                 "Rebalance moves layers between the devices of one process: got a pipeline over "
-                "several, or replicas. Leave it out, and resume from a checkpoint with another "
-                "balance."
+                "several. Leave it out, and resume from a checkpoint with another balance."
             )
         pipeline.observe(self._timelines.append)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        epoch = trainer.current_epoch
-        if self._timelines and epoch % self.every_n_epochs == 0:
-            self._compare(trainer, epoch)
+        epoch, strategy = trainer.current_epoch, strategy_of(trainer, self)
+        if epoch % self.every_n_epochs == 0:
+            compares = self._timelines and strategy.is_global_zero
+            balances = strategy.broadcast(self._compare(trainer, epoch) if compares else [])
+            moved, chosen, self._chosen = self._move(trainer, balances), self._chosen, []
+            if moved and chosen:
+                self.shifts.append((epoch, chosen))
+                self._latest = chosen
         self._timelines.clear()
 
     @override
@@ -99,22 +105,25 @@ class Rebalance(Callback):
         self._timelines.clear()
         self._latest = []
 
-    def _compare(self, trainer: Trainer, epoch: int) -> None:
+    def _compare(self, trainer: Trainer, epoch: int) -> list[list[int]]:
+        """Return the balances that are better than the present ones, or none."""
         pipeline = pipeline_of(trainer, self)
         busy = self._busy(pipeline)
-        if busy is None or (self._latest and self._was_worse(trainer, busy)):
-            return
+        if busy is None:
+            return []
+        if self._latest and (before := self._better_before(busy)):
+            return before
         try:
             shifts = [best_balance(pipeline, k, times) for k, times in enumerate(busy)]
         except ValueError as error:  # nothing fits the memory
             rank_zero_warn(f"Rebalance keeps the balance: {error}")
-            return
+            return []
         chosen = [shift if shift.gain > self.threshold else _stay(shift) for shift in shifts]
-        if any(shift.moved for shift in chosen) and _balances(chosen) not in self._undone:
-            rank_zero_info(_summary(epoch, chosen))
-            if self._move(trainer, [shift.after for shift in chosen]):
-                self.shifts.append((epoch, chosen))
-                self._latest = chosen
+        if not any(shift.moved for shift in chosen) or _balances(chosen) in self._undone:
+            return []
+        rank_zero_info(_summary(epoch, chosen))
+        self._chosen = chosen
+        return [list(shift.after) for shift in chosen]
 
     def _busy(self, pipeline: GPipe) -> list[list[float]] | None:
         times = []
@@ -126,8 +135,8 @@ class Rebalance(Callback):
             times.append(typical(observations))
         return times
 
-    def _was_worse(self, trainer: Trainer, busy: Sequence[Sequence[float]]) -> bool:
-        """Print the gain of the latest move, and undo the move if it was a loss."""
+    def _better_before(self, busy: Sequence[Sequence[float]]) -> list[list[int]]:
+        """Print the gain of the latest move; return the balances before it if it was a loss."""
         before = sum(shift.measured for shift in self._latest)
         after = sum(map(max, busy))
         moved, self._latest = self._latest, []
@@ -136,15 +145,16 @@ class Rebalance(Callback):
             f"{milliseconds(before)} before the layers moved ({after / before - 1:+.0%})."
         )
         if after <= before:
-            return False
+            return []
         self._undone.add(_balances(moved))
         rank_zero_info("Rebalance: so they move back.")
-        return self._move(trainer, [shift.before for shift in moved])
+        return [list(shift.before) for shift in moved]
 
-    def _move(self, trainer: Trainer, balances: Sequence[Sequence[int]]) -> bool:
-        lists = [list(balance) for balance in balances]
+    def _move(self, trainer: Trainer, balances: list[list[int]]) -> bool:
+        if not balances:
+            return False
         try:
-            strategy_of(trainer, self).rebalance(lists if len(lists) > 1 else lists[0])
+            strategy_of(trainer, self).rebalance(balances if len(balances) > 1 else balances[0])
         except (RuntimeError, ValueError, TypeError) as error:
             rank_zero_warn(f"Rebalance keeps the balance: {error}")
             return False

@@ -20,7 +20,7 @@ from lightning_gpipe.distributed.gradients import SameParameters, gradient_norms
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
 from lightning_gpipe.distributed.rendezvous import start_together
-from lightning_gpipe.distributed.shared_batches import SharedLoader
+from lightning_gpipe.distributed.shared_batches import SharedLoader, unshare
 
 __all__ = [
     "AFTER_FAILURE",
@@ -46,6 +46,7 @@ __all__ = [
     "run_step",
     "shapes",
     "start_together",
+    "unshare",
     "versions",
     "whole_optimizer_state",
     "whole_state",

@@ -81,7 +81,8 @@ def run_step(
         for piped in pipeline.piped_modules:
             piped.pipeline.engine.step = module.global_step
     before = pipeline.engine.serial
-    result = step()
+    with pipeline.engine.telling():
+        result = step()
     # Lightning itself refuses a training step without a result.
     if not training or result is not None or not module.automatic_optimization:
         pipeline.engine.check_run(since=before)

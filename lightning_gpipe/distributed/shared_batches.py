@@ -13,6 +13,7 @@ from itertools import count as count_up
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
 from lightning_gpipe.core.faithful import RandomState
@@ -31,8 +32,6 @@ class SharedLoader:
     loader: Any = None  # of an object that is being copied
 
     def __init__(self, loader: Any, group: Group) -> None:
-        if isinstance(loader, SharedLoader):  # of an earlier run, in a CombinedLoader
-            loader = loader.loader
         # The first one's length for all: a shorter loop would take another broadcast for a batch.
         length: int | None = group.broadcast(sized_len(loader))
         # Iterations over the batches are counted.
@@ -116,3 +115,14 @@ class SharedLoader:
     def _share(self, value: Any, number: int, iteration: int) -> Any:
         what = f"batch {number} in iteration {iteration} over a dataloader"
         return self._group.broadcast(value, what=what)
+
+
+def unshare(trainer: Trainer) -> None:
+    """Give the Trainer's loops, and a CombinedLoader of the user, the dataloaders themselves."""
+    fit = trainer.fit_loop
+    others = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    for loop in (fit, fit.epoch_loop.val_loop, *others):
+        combined = loop._combined_loader
+        if combined is not None:
+            loaders = combined.flattened
+            combined.flattened = [x.loader if isinstance(x, SharedLoader) else x for x in loaders]

@@ -26,6 +26,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
@@ -47,7 +48,7 @@ from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import refuse_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
-from lightning_gpipe.distributed import Group, Mode, SharedLoader, refuse_world_size
+from lightning_gpipe.distributed import Group, Mode, SharedLoader, refuse_world_size, unshare
 from lightning_gpipe.strategy.adapters.averages import Averages
 from lightning_gpipe.strategy.adapters.methods import adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
@@ -200,6 +201,7 @@ class GPipeStrategy(ParallelStrategy):
         self._measured_balances = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()
         self._measures_layers = False
+        self._tries_sizes = False
         self._piped: PipelinedModule | None = None
         self._steps: UserSteps | None = None
 
@@ -231,7 +233,7 @@ class GPipeStrategy(ParallelStrategy):
         """Cut by another balance between two steps of a fit, and move the layers.
 
         The state of the optimizers follows their parameters, and so do averages of weights.
-        Checkpoints that keep a balance keep this one from then on.
+        Checkpoints that keep a balance keep this one from then on. All replicas call this together.
 
         Args:
             balance: The number of layers in each stage, for the same number of stages; for several
@@ -243,15 +245,26 @@ class GPipeStrategy(ParallelStrategy):
         """
         if self._piped is None:
             raise RuntimeError("a pipeline is cut anew from setup to teardown: there is none now.")
-        if self.is_distributed:
-            raise RuntimeError(
-                "replicas of a pipeline keep their balance, for their gradients are averaged stage "
-                f"by stage: got rebalance({balance}). Give this balance to GPipeStrategy."
-            )
-        with state_follows(self.optimizers):
-            self._piped.pipeline.rebalance(balance)
+        pipeline = self._piped.pipeline
+        move, move_back = (partial(self._cut, each) for each in (balance, pipeline.balance))
+        self._processes.check_same_value("balance of rebalance()", balance)
+        try:
+            self._processes.do_or_undo(move, move_back)
+        finally:
+            if self.is_distributed:
+                self._wrap()
         self._averages.follow(self._root)
-        self._measured_balances.replace(self._piped.modules, self._piped.pipeline.balances)
+        self._measured_balances.replace(self._piped.modules, pipeline.balances)
+
+    def _cut(self, balance: Any) -> None:
+        assert self.pipeline is not None, "it is set up"
+        with state_follows(self.optimizers):
+            self.pipeline.rebalance(balance)
+
+    def _wrap(self) -> None:
+        """Let replicas average the gradients of the present parameters on their devices."""
+        self.model = self._root  # the old wrapper goes first
+        self.model = self._replicas.wrapped(self._root)
 
     def grad_norm(
         self, module: nn.Module, norm_type: float = 2.0, group_separator: str = "/"
@@ -411,6 +424,7 @@ class GPipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         check_fit(callbacks, self.optimizers, split=processes.split)
+        self._tries_sizes = any(isinstance(each, BatchSizeFinder) for each in callbacks)
         if self.options.save_distributed_checkpoint:
             refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
@@ -419,7 +433,7 @@ class GPipeStrategy(ParallelStrategy):
             follow_parameters(optimizer)
         guard_logs(module, changes, split=processes.split)
         layout = piped.pipeline.layout
-        adapt_callbacks(callbacks, changes, layout, self.options.replicas)
+        adapt_callbacks(callbacks, changes, layout, self.data_parallel_size)
         self._signals.follow(trainer, changes)
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)
@@ -442,12 +456,19 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        piped = self._piped
         try:
-            with self._replicas.in_step():
+            telling = nullcontext() if piped is None else piped.pipeline.engine.telling()
+            with self._replicas.in_step(), telling:
                 return super().backward(*args, **kwargs)
         except RuntimeError as error:
             refuse_second_backward(error)
             raise
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = partial(super().optimizer_step, *args, **kwargs)
+        return self._processes.agree_on_memory(step) if self._tries_sizes else step()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -473,11 +494,9 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        module = self._root
-        if self.is_distributed and self._replicas.outdated(module):
-            self.model = module  # the old wrapper goes first
-            self.model = self._replicas.wrapped(module)
-        self._averages.follow_in_epoch(module)
+        if self.is_distributed and self._replicas.outdated(self._root):
+            self._wrap()
+        self._averages.follow_in_epoch(self._root)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -612,6 +631,8 @@ class GPipeStrategy(ParallelStrategy):
         self._random_states.release()
         self._piped = self._steps = None
         module = self._lightning_module
+        if module is not None and module._trainer is not None:
+            unshare(module._trainer)
         if module is not None and must_stay(module):
             self._lightning_module = None
             if self._processes.split:

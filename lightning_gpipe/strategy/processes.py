@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
 from typing_extensions import override
 
@@ -218,6 +219,10 @@ class Processes:
         if self.groups is not None:
             check_same(self.groups.everyone, shapes(module))
 
+    def check_same_value(self, name: str, value: object) -> None:
+        if self.groups is not None:
+            check_same(self.groups.everyone, {name: value})
+
     def of_pipeline(self) -> dict[str, Any]:
         """The arguments of :class:`~lightning_gpipe.GPipe` for a pipeline of several processes."""
         owners = self.arrangement.owners
@@ -278,6 +283,32 @@ class Processes:
         if self.groups is None:
             return decision
         return self.groups.everyone.decide(bool(decision), all=all)
+
+    def do_or_undo(self, do: Callable[[], None], undo: Callable[[], None]) -> None:
+        """Do something in all processes; if one raises, undo it in the others, and raise in all."""
+        error: Exception | None = None
+        try:
+            do()
+        except Exception as raised:
+            error = raised
+        if self.decide(error is not None, all=False):
+            if error is None:
+                undo()
+                error = RuntimeError("another process has failed at this, so it is undone in all.")
+            raise error
+
+    def agree_on_memory(self, step: Callable[[], Any]) -> Any:
+        """Return the result of a step, or raise in all processes if one has too little memory."""
+        result, error = None, None
+        try:
+            result = step()
+        except RuntimeError as raised:
+            if not is_oom_error(raised):
+                raise
+            error = raised
+        if self.decide(error is not None, all=False):
+            raise error or RuntimeError("CUDA or host out of memory in another process")
+        return result
 
     def fetch(self, module: LightningModule) -> None:
         """Give the module of the first process the values of all, on the CPU."""

@@ -13,9 +13,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     Callback,
-    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -143,11 +141,6 @@ def _refuse_over_processes(callback: Callback) -> None:
         raise ValueError(
             f"{type(callback).__name__} needs the values of all parameters, and a process has "
             "those of its own stages only. Leave it out, or write processes='single'."
-        )
-    if isinstance(callback, BatchSizeFinder | LearningRateFinder):
-        raise ValueError(
-            f"{type(callback).__name__} saves, tries and restores in each process by itself, "
-            "and they would not stay together. Run it with processes='single' first."
         )
 
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     Callback,
-    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -330,7 +329,6 @@ def refused(root: Path) -> list[str]:
     for model, callbacks in [
         (lbfgs, []),
         (Classifier(), [StochasticWeightAveraging(0.1)]),
-        (Classifier(), [LearningRateFinder()]),
     ]:
         made = trainer_over(root, "per_stage", [2, 4], {}, callbacks=callbacks)
         with pytest.raises(ValueError) as error:
@@ -340,7 +338,7 @@ def refused(root: Path) -> list[str]:
 
 
 def test_what_needs_all_parameters(tmp_path: Path, two_ranks: Pool) -> None:
-    names = ["LBFGS", "StochasticWeightAveraging", "LearningRateFinder"]
+    names = ["LBFGS", "StochasticWeightAveraging"]
 
     assert two_ranks.run(refused, tmp_path) == [names, names]
 

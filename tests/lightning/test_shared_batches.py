@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.distributed import get_world_size
 from torch.utils.data import (
@@ -209,27 +210,51 @@ def collate(batch: Any) -> Any:
     return torch.utils.data.default_collate(batch)
 
 
+class Asking(Callback):
+    """Looks at the Trainer's loader."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.found: list[Any] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        shared: Any = trainer.train_dataloader
+        shared.multiprocessing_context = None
+        with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'batches'"):
+            _ = shared.batches
+        assert shared is not self.loader
+        self.found = [isinstance(shared, DataLoader), shared.collate_fn is collate]
+        self.found += [shared.batch_size, shared.num_workers, shared.drop_last, len(shared)]
+
+
 def ask(root: Path) -> Any:
     """What a fit says of its loader."""
-    made = trainer_over(root, "per_stage", [2, 4], {}, max_epochs=1)
-    loader = DataLoader(rows(8, seed=1), batch_size=4, collate_fn=collate, timeout=0)
+    loader = DataLoader(rows(8, seed=1), batch_size=4, collate_fn=collate)
+    asking = Asking(loader)
+    made = trainer_over(root, "per_stage", [2, 4], {}, max_epochs=1, callbacks=[asking])
     made.fit(Classifier(), loader)
-    shared: Any = made.train_dataloader
-    shared.multiprocessing_context = None
-    with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'batches'"):
-        _ = shared.batches
-    return (
-        isinstance(shared, DataLoader),
-        (shared.batch_size, shared.num_workers, shared.drop_last, len(shared)),
-        shared.collate_fn is collate,
-        shared.dataset is loader.dataset,
-    )
+    assert made.train_dataloader is loader
+    return asking.found
 
 
 def test_attributes_of_a_loader(tmp_path: Path, two_ranks: Pool) -> None:
     found = two_ranks.run(ask, tmp_path)
 
-    assert found == [(True, (4, 0, False, 2), True, True)] * 2
+    assert found == [[True, True, 4, 0, False, 2]] * 2
+
+
+def evaluate(root: Path) -> int:
+    """Use the same loaders twice."""
+    made = trainer_over(root, "per_stage", [2, 4], {})
+    loaders = CombinedLoader([DataLoader(rows(8, seed=1), batch_size=4)], "sequential")
+    model = Classifier()
+    for _ in range(2):
+        made.validate(model, loaders, verbose=False)
+    return len(made.predict(model, loaders) or [])
+
+
+def test_loaders_of_several_runs(tmp_path: Path, two_ranks: Pool) -> None:
+    assert two_ranks.run(evaluate, tmp_path) == [2, 2]
 
 
 # Metrics.
