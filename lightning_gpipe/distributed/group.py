@@ -33,6 +33,7 @@ from lightning_gpipe.core.transport import (
 _FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
 _POLL = 0.1  # seconds
 _TEXT = 200  # bytes
+_LAST = "the last process to "  # what each waits for, where they only meet
 
 
 class Watcher(Protocol):
@@ -134,8 +135,9 @@ class Group:
             for k, where in OBSERVED.items()
             if k in self.ranks and where.begun.get(self._name, 0) < self._operations
         ]
+        purpose = what.removeprefix(_LAST)
         return (
-            f"all processes must come to {what} within {self._timeout.total_seconds():g} s, the "
+            f"all processes must come to {purpose} within {self._timeout.total_seconds():g} s, the "
             f"timeout: {'; '.join(late) or 'some'} did not. If it is only slow, set a longer "
             "GPipeStrategy(timeout=...)."
         )
@@ -205,7 +207,7 @@ class Group:
         Raises:
             RuntimeError: Names those that do not come, and the purpose.
         """
-        with self.waiting_for(f"the last process to {purpose}"):
+        with self.waiting_for(f"{_LAST}{purpose}"):
             pass  # they compare it, for which all must be here
 
     def leave(self) -> None:

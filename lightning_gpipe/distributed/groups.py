@@ -13,7 +13,9 @@ devices each, and two replicas::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -22,6 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
+    _resolve_process_group,
+)
 
 from lightning_gpipe.core.transport import Lifeline, abort_group
 from lightning_gpipe.distributed.comparison import check_same
@@ -208,7 +213,17 @@ def connect(
     )
     groups = ProcessGroups(everyone, pipeline, across, along, mesh, Lifeline(lost_after))
     groups.watch(groups.lifeline)
+    made = [*(group.process_group for group in groups.host_groups), across, along]
+    of_torch = [group.group_name for group in made if group is not None]
+    weakref.finalize(groups, _destroy, of_torch).atexit = False
     return groups
+
+
+def _destroy(names: Iterable[Any]) -> None:
+    """End the threads of these groups, which torch.distributed would keep, once nobody has them."""
+    for name in names:
+        with suppress(RuntimeError, ValueError):  # it has been destroyed
+            dist.destroy_process_group(_resolve_process_group(name))
 
 
 def _own_group(ranks: Sequence[list[int]], timeout: timedelta) -> ProcessGroup:

@@ -5,8 +5,11 @@ Here are also the tests of ``gathering`` and ``shared_batches``.
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import re
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -192,7 +195,9 @@ def test_checkpoint_saved_by_one_process_only(tmp_path: Path) -> None:
     with new_ranks(2) as ranks:
         message, _ = ranks.run(saved_by_one, tmp_path)
 
-    assert re.search(r"to save a checkpoint within 2 s, the timeout: rank 1 .* did not\.", message)
+    assert re.search(
+        r"come to save a checkpoint .*within 2 s, the timeout: rank 1 .* did not\.", message
+    )
 
 
 # Data.
@@ -364,3 +369,23 @@ def test_callback_that_raises_in_one_process(tmp_path: Path) -> None:
 
     assert raised == "KeyError: 'a callback'"
     assert told.startswith("RankFailed: rank 1 (stage 1) failed: KeyError: 'a callback'")
+
+
+def threads_after_fits(root: Path) -> list[int]:
+    """How many threads a rank has after each of three fits, whose Trainers are gone."""
+    counts = []
+    for _ in range(3):
+        trainer_over(root, "per_stage", [2, 4], {}, max_epochs=1).fit(
+            Classifier(), datamodule=Data()
+        )
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_threads_of_process_groups_end_with_their_trainer(tmp_path: Path) -> None:
+    """torch.distributed keeps each group, with three threads, until it is destroyed."""
+    with new_ranks(2) as ranks:
+        for counts in ranks.run(threads_after_fits, tmp_path):
+            assert counts[0] == counts[1] == counts[2]
