@@ -195,10 +195,8 @@ class Processes:
             return
         options = self.options
         if not dist.is_initialized():
-            patience, main_address = (
-                start_timeout(options.lost_after),
-                self._environment.main_address,
-            )
+            patience = start_timeout(options.lost_after)
+            main_address = self._environment.main_address
             resolve(main_address, patience / 10)
             # On one machine, any interface leads to the others.
             with nullcontext() if self._nodes > 1 else suppress(RuntimeError):

@@ -14,7 +14,8 @@ from threading import Event, Thread
 
 import pytest
 import torch
-from torch.distributed import DistError, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
 from tests.lightning.test_start_methods import ROOT
 from tests.support.lightning_modules import fitted, weights

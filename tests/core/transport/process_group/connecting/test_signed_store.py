@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
@@ -33,7 +34,7 @@ def test_entry_of_this_job() -> None:
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_is_logged_once(garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    inner = HashStore()
+    inner: Any = HashStore()  # of which the stubs know texts only
     inner.set("key", garbage)
     store = SignedStore(inner)
 
@@ -44,7 +45,7 @@ def test_garbage_is_logged_once(garbage: bytes, caplog: pytest.LogCaptureFixture
 
 
 def test_signature_is_of_the_token_the_key_and_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = HashStore()
+    inner: Any = HashStore()  # of which the stubs know texts only
     SignedStore(inner).set("key", "text")
     inner.set("other", inner.get("key"))
     inner.set("changed", inner.get("key") + b"s")
@@ -69,7 +70,7 @@ def test_token_is_kept_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert len({before, *tokens}) == 3
 
 
-def stranger(store: HashStore, stop: Event) -> None:
+def stranger(store: Any, stop: Event) -> None:
     """Writes wherever processes meet, as one does that has read the code."""
     while not stop.wait(0.02):
         name = store.get(PLACE).decode().split(" ")[-1] if store.check([PLACE]) else "x"

@@ -154,7 +154,7 @@ def test_tensor_without_values() -> None:
     "tree",
     [
         Plain(torch.ones(1), [torch.ones(2)]),
-        defaultdict(list, a=torch.ones(1)),
+        defaultdict[str, Any](list, a=torch.ones(1)),
         deque([torch.ones(1)], maxlen=3),
         torch.ones(2, 2).max(0),
         Fixed(1, torch.ones(1)),
