@@ -2,9 +2,13 @@
 
 The suite draws a few fits, always the same; `make soak` a thousand new ones. What is drawn is in
 `tests/support/drawn_fits.py`, and the files that it imports. A fit that is refused fails,
-unless its operators mix rows.
+unless its operators mix rows, or the plain Trainer refuses it too: in its last epoch Lightning's
+averages of weights skip backward, and then PyTorch cannot clip, say.
 """
 
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +41,7 @@ Paths = pytest.TempPathFactory
 @settings(max_examples=1000 if SOAK else 12)
 @given(fit=fits())
 def test_drawn_fits(fit: Fit, tmp_path_factory: Paths) -> None:
-    check(fit, run(fit, tmp_path_factory), run(fit, tmp_path_factory, plain=True))
+    compare(fit, tmp_path_factory, partial(run, fit, tmp_path_factory, plain=True))
 
 
 @pytest.mark.filterwarnings("ignore:verified. between a plain run")  # other random numbers
@@ -49,7 +53,7 @@ def test_drawn_fits(fit: Fit, tmp_path_factory: Paths) -> None:
 )
 def test_drawn_fits_that_draw(fit: Fit, mode: Any, threads: bool, tmp_path_factory: Paths) -> None:
     other = fit.but(activation_checkpointing=mode, threads=threads)
-    check(fit, run(fit, tmp_path_factory), run(other, tmp_path_factory))
+    compare(fit, tmp_path_factory, partial(run, other, tmp_path_factory))
 
 
 @settings(max_examples=250 if SOAK else 6)
@@ -68,6 +72,18 @@ def test_drawn_fits_that_mix_rows(fit: Fit, tmp_path_factory: Paths) -> None:
 
 def run(fit: Fit, paths: Paths, *, plain: bool = False) -> Outcome:
     return outcome(fit, paths.mktemp("fit"), plain=plain)
+
+
+def compare(fit: Fit, paths: Paths, expect: Callable[[], Outcome]) -> None:
+    """Compare a fit with another run, or its error with that of the other."""
+    try:
+        expected = expect()
+    except Exception as error:
+        event(f"the other is refused: {type(error).__name__}")
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            run(fit, paths)
+    else:
+        check(fit, run(fit, paths), expected)
 
 
 def check(fit: Fit, found: Outcome, expected: Outcome) -> None:

@@ -141,8 +141,6 @@ def fits(
     unfit = {
         *(SINGLE_STEPS if model.loss == "manual" or options["accumulate_grad_batches"] > 1 else ()),
         *(["averages"] if model.scheduler == "steps" else ()),
-        # In its last epoch Lightning skips backward, and PyTorch cannot clip no gradient by value.
-        *(["averages"] if options["gradient_clip_algorithm"] == "value" else ()),
     }
     precisions = ["64-true", "64-true", "32-true", *(["bf16-mixed"] if chunks == 1 else [])]
     callbacks = st.sampled_from(sorted(CALLBACKS.keys() - unfit))
