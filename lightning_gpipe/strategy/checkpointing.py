@@ -134,7 +134,8 @@ class Checkpoints:
         Raises:
             RuntimeError: If the file is no checkpoint.
         """
-        path = self._processes.broadcast(str(path))  # a callback may have drawn its name
+        if self._processes.split:
+            path = self._processes.broadcast(str(path))  # a callback may have drawn its name
         self._folder = folder_of(Path(path))
         if self._folder is not None:
             return {**read(self._folder / REST), **load_rest(self._folder)}

@@ -456,10 +456,10 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        piped = self._piped
         try:
-            telling = nullcontext() if piped is None else piped.pipeline.engine.telling()
-            with self._replicas.in_step(), telling:
+            if self._processes.groups is None or self._piped is None:
+                return super().backward(*args, **kwargs)
+            with self._replicas.in_step(), self._piped.pipeline.engine.telling():
                 return super().backward(*args, **kwargs)
         except RuntimeError as error:
             refuse_second_backward(error)
@@ -467,8 +467,9 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(super().optimizer_step, *args, **kwargs)
-        return self._processes.agree_on_memory(step) if self._tries_sizes else step()
+        if not self._tries_sizes:
+            return super().optimizer_step(*args, **kwargs)
+        return self._processes.agree_on_memory(partial(super().optimizer_step, *args, **kwargs))
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -502,8 +503,11 @@ class GPipeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._steps is None:  # the Trainer runs nothing, so nothing is piped
             return super().training_step(*args, **kwargs)
+        step = partial(self._steps.training, super().training_step, self.precision_plugin)
+        if self._processes.groups is None:
+            return step(args, kwargs)
         with self._replicas.in_step():
-            return self._steps.training(super().training_step, self.precision_plugin, args, kwargs)
+            return step(args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
