@@ -295,7 +295,9 @@ def test_replica_that_raises(tmp_path: Path) -> None:
 
     assert found[3] == "KeyError: 'a callback'"
     assert found[2].startswith("RankFailed: rank 3 (stage 1) failed: KeyError: 'a callback'")
-    assert all(each.startswith("RuntimeError: ") for each in found[:2])
+    for each in found[:2]:  # once an error of the network, which names nobody
+        assert each.startswith("RankFailed: ")
+        assert "rank 3 (stage 1) failed: KeyError" in each or "rank 3 failed: KeyError" in each
 
 
 # What is refused.
