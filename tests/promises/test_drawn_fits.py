@@ -28,7 +28,7 @@ pytestmark = [
     # PyTorch, of a layer with such a hook whose input requires no gradient.
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     # Lightning, of layers that keep eval mode, and of a checkpoint within an epoch.
-    pytest.mark.filterwarnings("ignore:Found . module.s. in eval mode"),
+    pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
     # Ours, of layers with their own checkpointing in a traced forward.
     pytest.mark.filterwarnings("ignore:a pipeline does not run the activation checkpointing"),
