@@ -245,6 +245,8 @@ class Processes:
         broken = is_broken_connection(error)
         # One that has failed or is lost is heard of a moment before or after what comes of it.
         patience = _BROKEN if broken else _MOMENT if isinstance(error, RankFailed) else 0.0
+        if self.groups.lifeline.was_told(error):
+            patience = 0.0
         failure = self.groups.lifeline.failure(patience)
         self.groups.lifeline.tell(error)
         if failure is not None and broken:

@@ -149,6 +149,10 @@ class Lifeline:
         """Tell all others that this process has failed."""
         self._office.tell(error)
 
+    def was_told(self, error: BaseException) -> bool:
+        """Return True if all others know of an error, as from a pipeline over all processes."""
+        return self._office.ledger.was_sent(error)
+
     def failure(self, within: float) -> RankFailed | OutOfStep | None:
         """Return an error that names a process that has failed or ended, or None after a time."""
         failure = self._office.failure(within) or self._office.absence()
