@@ -44,7 +44,8 @@ class Holder(NamedTuple):
         """The attributes that a class or a user set, by name."""
         if self.prefix:
             return self.slots
-        return {name: value for name, value in self.slots.items() if name not in _INTERNAL}
+        slots = self.slots.copy()  # another thread may set one meanwhile
+        return {name: value for name, value in slots.items() if name not in _INTERNAL}
 
 
 def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:

@@ -68,7 +68,7 @@ class Block:
 
         It is the classes and the flags: an index or a size is no reason to return something else.
         """
-        attributes = self.module.__dict__.items()
+        attributes = self.module.__dict__.copy().items()  # a worker may set one meanwhile
         flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]
         return type(self.module), self._classes, *flags
 

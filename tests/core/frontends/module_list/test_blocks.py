@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
+import threading
 import weakref
 from typing import Any
 
@@ -108,3 +111,28 @@ def test_block_keeps_nothing_that_its_module_has_dropped():
     module.kept = Kept()
     assert block.kind == before
     assert dropped() is None
+
+
+def test_kind_of_a_block_whose_attributes_a_worker_sets() -> None:
+    """Once this ended a fit under 1F1B now and then: "dictionary changed size during iteration"."""
+    module = nn.Linear(3, 3)
+    block = Block(module, 0, "0", 0, None)
+    stop = threading.Event()
+
+    def work() -> None:
+        for k in itertools.cycle(range(50)):
+            setattr(module, f"kept_{k}", None)
+            delattr(module, f"kept_{k}")
+            if stop.is_set():
+                return
+
+    worker = threading.Thread(target=work, name="worker")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    worker.start()
+    try:
+        assert len({block.kind for _ in range(2000)}) == 1
+    finally:
+        stop.set()
+        worker.join()
+        sys.setswitchinterval(interval)
