@@ -121,7 +121,7 @@ def test_kind_of_a_block_whose_attributes_a_worker_sets() -> None:
 
     def work() -> None:
         for k in itertools.cycle(range(50)):
-            setattr(module, f"kept_{k}", None)
+            setattr(module, f"kept_{k}", [])
             delattr(module, f"kept_{k}")
             if stop.is_set():
                 return
