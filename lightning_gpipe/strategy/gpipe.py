@@ -43,7 +43,7 @@ from typing_extensions import override
 
 from lightning_gpipe.checkpoints import MeasuredBalances, follow_parameters, state_follows, to_cpu
 from lightning_gpipe.core.data import MicroBatching
-from lightning_gpipe.core.faithful import Journal
+from lightning_gpipe.core.faithful import Attributes, Journal
 from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import refuse_second_backward
@@ -413,7 +413,9 @@ class GPipeStrategy(ParallelStrategy):
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
             rich.print(piped.pipeline.listing())
-        self._steps = UserSteps(module, piped, verify=self.options.verified)
+        self._steps = UserSteps(
+            module, piped, verify=self.options.verified, in_wrapper=self._in_wrapper
+        )
         self.model_to_device()
         self._checkpoints.load_part(module)
         if self.is_distributed:
@@ -508,6 +510,15 @@ class GPipeStrategy(ParallelStrategy):
             return step(args, kwargs)
         with self._replicas.in_step():
             return step(args, kwargs)
+
+    def _in_wrapper(self, run: Callable[[], Any]) -> Any:
+        """Return the result of ``run``, called in the forward of the wrapper if there is one."""
+        assert self.model is not None
+        if self.model is self._root:
+            return run()
+        # Lightning looks the method up by its name.
+        with Journal().changed([(Attributes(self._root), "run_micro_batches", run)]):
+            return self._forward_redirection(self.model, self._root, "run_micro_batches")
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -24,6 +25,8 @@ from lightning_gpipe.strategy.pipelined import report
 from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
 from lightning_gpipe.strategy.step_results import result_of
 
+InWrapper = Callable[[Callable[[], Any]], Any]
+
 
 class MicroBatchSteps:
     """Runs training_step for each micro-batch.
@@ -33,6 +36,7 @@ class MicroBatchSteps:
         module: The LightningModule.
         pipeline: The pipeline in it.
         verify: Whether to verify the first batch, or a few rows of it.
+        in_wrapper: Returns the result of a function, called in the forward of the module's wrapper.
 
     Raises:
         ValueError: If the schedule does not fit the pipeline.
@@ -43,12 +47,14 @@ class MicroBatchSteps:
         schedule: ByMicroBatch,
         module: L.LightningModule,
         pipeline: GPipe,
-        verify: bool | Literal["sample"] = False,
+        verify: bool | Literal["sample"],
+        in_wrapper: InWrapper,
     ) -> None:
         self._schedule = schedule
         self._verify: bool | Literal["sample"] = verify
         self._module = module
         self._pipeline = pipeline
+        self._in_wrapper = in_wrapper
         self._metrics = BatchMetrics()
         self._watching = True  # until a batch has several micro-batches
         self._stepping = MicroBatchStepping(pipeline.only, schedule)
@@ -88,7 +94,8 @@ class MicroBatchSteps:
         changes = _warning_of_changes(module, batch, pieces) if self._watching else nullcontext()
         metrics = self._metrics.watched(module.modules())
         with precision.train_step_context(), logs.collecting(), metrics, changes:
-            outcome = stepping.run(step, batch, modules=module.modules(), scale=scale)
+            run = partial(stepping.run, step, batch, modules=module.modules(), scale=scale)
+            outcome = self._in_wrapper(run)
         self._watching &= len(pieces) < 2
         with precision.train_step_context():
             logs.write(outcome, self._metrics)

@@ -150,13 +150,6 @@ class StrategyOptions:
         check_schedule_name(schedule)
         if schedule != "auto" and not is_by_micro_batch(schedule):
             return
-        several = [f"processes={self.processes!r}"] if self.processes != "single" else []
-        several += [f"replicas={self.replicas}"] if self.replicas != 1 else []
-        if several:
-            raise ValueError(
-                f"schedule={schedule!r} runs in one process: got {' and '.join(several)}. Leave "
-                "that out, or write schedule='fill_drain'."
-            )
         greenlets()
 
 

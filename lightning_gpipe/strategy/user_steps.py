@@ -29,7 +29,7 @@ from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.core.verify import FirstBatchVerifier
 from lightning_gpipe.distributed import run_step
-from lightning_gpipe.strategy.micro_batch_steps import MicroBatchSteps
+from lightning_gpipe.strategy.micro_batch_steps import InWrapper, MicroBatchSteps
 from lightning_gpipe.strategy.pipelined import PipelinedModule, report
 
 
@@ -41,10 +41,16 @@ class UserSteps:
         piped: The pipelines in it.
         verify: Whether to verify the first training batch, if each micro-batch has a loss, or a
             few rows of it.
+        in_wrapper: Returns the result of a function, called in the forward of the module's wrapper.
     """
 
     def __init__(
-        self, module: L.LightningModule, piped: PipelinedModule, *, verify: bool | Literal["sample"]
+        self,
+        module: L.LightningModule,
+        piped: PipelinedModule,
+        *,
+        verify: bool | Literal["sample"],
+        in_wrapper: InWrapper,
     ) -> None:
         self._module = module
         self._piped = piped
@@ -52,7 +58,9 @@ class UserSteps:
         self._spread = piped.pipeline.layout.spread
         self._by_micro_batch: MicroBatchSteps | None = None
         if is_by_micro_batch(piped.schedule):
-            self._by_micro_batch = MicroBatchSteps(piped.schedule, module, piped.pipeline, verify)
+            self._by_micro_batch = MicroBatchSteps(
+                piped.schedule, module, piped.pipeline, verify, in_wrapper
+            )
         self._sampled = verify != "sample" or self._spread or self._by_micro_batch is not None
 
     def training(

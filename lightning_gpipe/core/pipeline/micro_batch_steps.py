@@ -49,11 +49,6 @@ class MicroBatchStepping:
 
     def __init__(self, pipeline: Pipeline, schedule: ByMicroBatch) -> None:
         check_by_micro_batch(schedule, pipeline.chunks, pipeline.layout.placement)
-        if pipeline.layout.spread:
-            raise ValueError(
-                f"schedule={schedule!r} must run in one process: got a pipeline over several. "
-                "Leave out owners, or write schedule='fill_drain'."
-            )
         greenlets()
         self._pipeline = pipeline
         self._schedule = schedule

@@ -35,17 +35,23 @@ from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
 from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.step_minibatch import StepMiniBatch
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Function, UserStep
-from lightning_gpipe.core.run.minibatch import MiniBatch, SharedErrors
-from lightning_gpipe.core.run.minibatch_run import Equipment
+from lightning_gpipe.core.run.minibatch import MiniBatch
+from lightning_gpipe.core.run.minibatch_run import Equipment, SharedErrors
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTimes, ThreadsOrInline
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
-from lightning_gpipe.core.transport import BETWEEN, NO_RUN, Label, OutOfStep, RankFailed, Transport
+from lightning_gpipe.core.transport import (
+    BETWEEN,
+    NO_RUN,
+    Exchange,
+    Label,
+    OutOfStep,
+    RankFailed,
+    Transport,
+)
 
 Observer = Callable[[Timeline], None]
-
-_ANSWER = SkipName(None, "answer")
 
 
 class Engine:
@@ -136,7 +142,7 @@ class Engine:
             schedule,
             program,
             context,
-            label=Label(minibatch=self._transport.begun, step=self.step),
+            label=self._label,
             execution=self._execution(microbatches, schedule, program),
             terms=terms,
         )
@@ -178,6 +184,7 @@ class Engine:
             code,
             outside,
             context,
+            label=self._label,
             execution=execution,
             division=division,
         )
@@ -188,6 +195,10 @@ class Engine:
             self.code = None
         self._observe(minibatch.timeline)
         return loss, code.results
+
+    @property
+    def _label(self) -> Label:
+        return Label(minibatch=self._transport.begun, step=self.step)
 
     def _observe(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -221,15 +232,25 @@ class Engine:
         if not layout.spread:
             with self.undisturbed:
                 return compute()
-        label = Label(minibatch=transport.begun, phase=phase, step=self.step)
-        to, route = Action(Kind.FORWARD, 0, layout.n), Route(_ANSWER, source=j, target=layout.n)
         with self.telling():
+            code = self.code
+            if code is not None and code.exchange is not None:  # which is open while it runs
+                return self._told(code.exchange, j, compute, next(code.answers))
+            label = self._label._replace(phase=phase)
             exchange = transport.open(fill_drain(1, layout.placement).phase(0), label)
-            if layout.owner_of(j) == layout.rank:
-                exchange.send(to, tree_flatten(compute()), route)
-            result = tree_unflatten(exchange.receive(to, route))
+            result = self._told(exchange, j, compute)
             exchange.settle()
         return result
+
+    def _told(self, exchange: Exchange, j: int, compute: Callable[[], Any], number: int = 0) -> Any:
+        """Return what ``compute`` returns in the process of stage ``j``, by an open exchange."""
+        layout, to = self.layout, Action(Kind.FORWARD, 0, self.layout.n)
+        route = Route(SkipName(None, f"answer {number}"), source=j, target=layout.n)
+        if layout.owner_of(j) == layout.rank:
+            with self.undisturbed:
+                answer = compute()
+            exchange.send(to, tree_flatten(answer), route)
+        return tree_unflatten(exchange.receive(to, route))
 
     @property
     def undisturbed(self) -> Manager:

@@ -6,7 +6,6 @@ by a backward frees everything when its output is freed.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -27,28 +26,17 @@ from lightning_gpipe.core.faithful import (
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.backward.sums import Gradients, sum_gradients
 from lightning_gpipe.core.run.caller import Caller, Sent, devices_of
-from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
+from lightning_gpipe.core.run.minibatch_run import (
+    NO_GENERATORS,
+    Equipment,
+    MiniBatchRun,
+    SharedErrors,
+)
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
-from lightning_gpipe.core.run.shared_parameters import Ties
 from lightning_gpipe.core.schedules import Action, Schedule, successor
-from lightning_gpipe.core.transport import Exchange, Label, Transport
+from lightning_gpipe.core.transport import Exchange, Label
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
-_NO_GENERATORS = SharedGenerators(())
-
-
-class SharedErrors:
-    """Tells other processes of an error in a ``with`` block."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._transport.tell(error)
 
 
 class MiniBatch(MiniBatchRun):
@@ -71,12 +59,9 @@ class MiniBatch(MiniBatchRun):
         execution: Execution,
         terms: bool = False,
     ) -> None:
-        super().__init__(equipment, schedule, execution, context)
+        super().__init__(equipment, schedule, execution, context, label)
         self._unfinished = equipment.unfinished
         self._program = program
-        self._label = label
-        self._ties = Ties(equipment.layout)
-        self._generators = _NO_GENERATORS
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
         self._input_devices: list[FlatTree] = []
         self.caller = Caller(program, terms=terms)
@@ -99,10 +84,9 @@ class MiniBatch(MiniBatchRun):
         with self.session:
             self._unfinished.settle()  # in another thread's backward gradients are on the way
             self.begin()
-            generators = self._generators = self._generators_now()
+            generators = self.generators = self.generators_now()
             self._drawn_from = generators.states
-            if self.equipment.layout.spread:
-                self._label = self._label_now(len(microbatches), generators.number)
+            self.agree(self._program, len(microbatches))
             self.begin_work(self._program, microbatches[0], division, terms=self._terms)
             self.choose_transport(self.context.modes or context.modes)
             library = self.begin_library_watch()
@@ -115,14 +99,14 @@ class MiniBatch(MiniBatchRun):
                     modes=bool(self.context.modes),
                     recomputed=self.schedule.recomputes,
                 )
-                self.leaves = self.finish_forward(self._ties.everywhere)
+                self.leaves = self.finish_forward(self.ties.everywhere)
                 if self.context.grad:
                     self._unfinished.add(self, [each.lost_gradients for each in self.passes])
                     self._unfinished.check_captured(self.used_leaves.foreign_leaves)
             except BaseException:
                 self.refuse_gradients()
                 raise
-            self._generators = _NO_GENERATORS  # their states are some kilobytes
+            self.generators = NO_GENERATORS  # their states are some kilobytes
             self.library = None
             library.end()
         return outputs
@@ -161,19 +145,15 @@ class MiniBatch(MiniBatchRun):
         context: Context,
         generators: SharedGenerators | None,
     ) -> list[FlatTree]:
-        exchange = self._open(_FORWARD)
-        self.begin_passes(generators, self._ties.values(exchange))
+        exchange = self.open(_FORWARD)
+        self.begin_passes(generators, self.ties.values(exchange))
         self.begin_timeline()
         self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         sent = (self.caller.input(i, x) for i, x in enumerate(microbatches))
         self._run_workers(exchange, chain.from_iterable(sent), context)
         outputs = [self.caller.output(exchange, i) for i in range(len(microbatches))]
-        self._end(exchange)
+        self.end(exchange)
         return outputs
-
-    def _generators_now(self, but_for: tuple[bytes, ...] | None = None) -> SharedGenerators:
-        """Return the generators that several workers share, as they are now."""
-        return SharedGenerators(self.shared, but_for=but_for) if self.shared else _NO_GENERATORS
 
     def _snapshots(self, first: bool) -> Iterator[ModuleState | RandomState]:
         """Yield snapshots for another forward, the first one with these training flags or not."""
@@ -197,7 +177,7 @@ class MiniBatch(MiniBatchRun):
         with self.context.default_dtype_set() if self.schedule.recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
             context = Context.capture(self.equipment.layout.devices_here)._replace(grad=True)
-            generators = self._generators = self._generators_now(self._drawn_from)
+            generators = self.generators = self.generators_now(self._drawn_from)
             self.choose_transport(self.context.modes or context.modes)
             return self.equipment.draws.run_once(
                 "backward",
@@ -214,45 +194,25 @@ class MiniBatch(MiniBatchRun):
         generators: SharedGenerators | None,
     ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
         self.begin_backward(generators)
-        exchange = self._open(_BACKWARD)
+        exchange = self.open(_BACKWARD, self._awaited())
         caller, devices = self.caller, self._input_devices
         sent = (caller.output_gradient(i, leaves) for i, leaves in enumerate(output_gradients))
         self._run_workers(exchange, chain.from_iterable(sent), context)
-        end = self._awaited(exchange.phase)[-1]
+        end = self._awaited()[-1]
         if self._entering:
             input_gradients = [caller.input_gradient(exchange, x, i) for i, x in enumerate(devices)]
         else:
             exchange.receive(end)
             input_gradients = [[] for _ in devices]
         by_stage = self.take_gradients()
-        gradients = self._ties.gradients(exchange, end, by_stage)
-        self._end(exchange)
+        gradients = self.ties.gradients(exchange, end, by_stage)
+        self.end(exchange)
         return input_gradients, gradients
 
-    def _open(self, phase: int) -> Exchange:
-        """Open an exchange for a phase."""
-        schedule = self.schedule.phase(phase)
-        awaited = self._awaited(schedule) if phase == _BACKWARD else None
-        label = self._label._replace(phase=phase) if self.equipment.layout.spread else None
-        exchange = self.transport.open(schedule, label, awaited)
-        exchange.signal(self._bits)
-        return exchange
-
-    def _awaited(self, phase: Schedule) -> list[Action]:
+    def _awaited(self) -> list[Action]:
         """Return what to wait for in a backward; the last one ends when everything has ended."""
-        own = phase.last_backwards
+        own = self.schedule.last_backwards
         return list(map(successor, own if self._entering else own[-1:]))
-
-    def _end(self, exchange: Exchange) -> None:
-        """End a phase, once the caller has all results."""
-        exchange.settle()
-        self._generators.hear(exchange.heard)
-        if self.library is not None:
-            self.library.heard |= exchange.heard
-
-    def _bits(self) -> int:
-        """The signals for other processes."""
-        return self._generators.bits | (0 if self.library is None else self.library.bits)
 
     def _run_workers(self, exchange: Exchange, sent: Iterable[Sent], context: Context) -> None:
         """Send the caller's messages to the workers, and run these in ``context``."""
@@ -270,14 +230,3 @@ class MiniBatch(MiniBatchRun):
                 state.restore()
         if self.inline:
             context.clear_autocast_cache()
-
-    def _label_now(self, m: int, state: int) -> Label:
-        """Return the label, which differs almost surely where a process runs something else."""
-        training = sum(self.flags) << 32 | zlib.crc32(self.flags)
-        return self._label._replace(
-            grad=int(self.context.grad),
-            microbatches=m,
-            training=training,
-            program=self._program.fingerprint,
-            state=state,
-        )

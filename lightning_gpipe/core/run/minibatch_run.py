@@ -6,6 +6,7 @@ calls. Both have the same context managers, random numbers, watches, passes and 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -34,14 +35,30 @@ from lightning_gpipe.core.run.guards.lost_gradients import LostGradients, Unfini
 from lightning_gpipe.core.run.observe.clocks import clock_of
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
 from lightning_gpipe.core.run.observe.timeline import Timeline
+from lightning_gpipe.core.run.shared_parameters import Ties
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.work import Work
 from lightning_gpipe.core.run.worker import WorkerTask
-from lightning_gpipe.core.schedules import Schedule
-from lightning_gpipe.core.transport import Exchange, Transport
+from lightning_gpipe.core.schedules import Action, Schedule
+from lightning_gpipe.core.transport import STEP, Exchange, Label, Transport
 
 _NO_LEAVES = UsedLeaves(())
+NO_GENERATORS = SharedGenerators(())
+
+
+class SharedErrors:
+    """Tells other processes of an error in a ``with`` block."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._transport.tell(error)
 
 
 class Equipment(NamedTuple):
@@ -76,6 +93,8 @@ class MiniBatchRun:
         session: A ``with`` block for each phase, in which no other mini-batch runs.
         passes: The passes through the stages of this process.
         used_leaves: The leaves that took part.
+        ties: The parameters that stages of several processes share.
+        generators: The generators that several workers share, during a phase.
         timeline: The record of the actions, once it has begun.
         by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
     """
@@ -83,7 +102,12 @@ class MiniBatchRun:
     timeline: Timeline
 
     def __init__(
-        self, equipment: Equipment, schedule: Schedule, execution: Execution, context: Context
+        self,
+        equipment: Equipment,
+        schedule: Schedule,
+        execution: Execution,
+        context: Context,
+        label: Label,
     ) -> None:
         self.equipment = equipment
         self.schedule = schedule
@@ -102,6 +126,9 @@ class MiniBatchRun:
         self._works: list[Work] = []
         self._watches: list[RowWatch | None] = []
         self.used_leaves = _NO_LEAVES
+        self.ties = Ties(equipment.layout)
+        self.generators = NO_GENERATORS
+        self._label = label
 
     def choose_transport(self, modes: object) -> None:
         """Choose the transport of a phase: inline where threads are slower, or lack ``modes``."""
@@ -125,6 +152,44 @@ class MiniBatchRun:
             spread=spread,
         )
         return self.library
+
+    def generators_now(self, but_for: tuple[bytes, ...] | None = None) -> SharedGenerators:
+        """Return the generators that several workers share, as they are now."""
+        return SharedGenerators(self.shared, but_for=but_for) if self.shared else NO_GENERATORS
+
+    def agree(self, program: Program, m: int) -> None:
+        """Label the phases of this mini-batch; another process that runs something else raises.
+
+        It differs almost surely in what all processes must have in common.
+        """
+        if self.equipment.layout.spread:
+            self._label = self._label._replace(
+                grad=int(self.context.grad),
+                microbatches=m,
+                training=sum(self.flags) << 32 | zlib.crc32(self.flags),
+                program=program.fingerprint,
+                state=self.generators.number,
+            )
+
+    def open(self, phase: int, awaited: Collection[Action] | None = None) -> Exchange:
+        """Open an exchange for a phase, whose results ``awaited`` the caller waits for."""
+        label = None
+        if self.equipment.layout.spread:
+            label = self._label._replace(phase=STEP if self.schedule.caller else phase)
+        exchange = self.transport.open(self.schedule.phase(phase), label, awaited)
+        exchange.signal(self._bits)
+        return exchange
+
+    def end(self, exchange: Exchange) -> None:
+        """End a phase, once the caller has all results."""
+        exchange.settle()
+        self.generators.hear(exchange.heard)
+        if self.library is not None:
+            self.library.heard |= exchange.heard
+
+    def _bits(self) -> int:
+        """The signals for other processes."""
+        return self.generators.bits | (0 if self.library is None else self.library.bits)
 
     def begin_work(
         self,
@@ -194,7 +259,12 @@ class MiniBatchRun:
         )
 
     def tasks(
-        self, exchange: Exchange, context: Context, forward: Context | None = None
+        self,
+        exchange: Exchange,
+        context: Context,
+        forward: Context | None = None,
+        *,
+        told: bool = False,
     ) -> list[WorkerTask]:
         """Return the task of each worker of this process in a phase, see :class:`WorkerTask`.
 
@@ -212,6 +282,7 @@ class MiniBatchRun:
                 context,
                 self.timeline,
                 forward=forward,
+                told=told,
                 here=self.inline and forward is None,
             )
             for w in layout.workers_here

@@ -69,6 +69,8 @@ class WorkerTask(RowTask):
         context: The caller's thread-local state, to run in.
         timeline: Records its actions.
         forward: The thread-local state of forwards, if they have one of their own.
+        told: Whether the caller of this process says when it has prepared a micro-batch, whose
+            input may come from another process before.
         here: Whether the thread that performs it has this state and these streams already.
 
     Attributes:
@@ -86,6 +88,7 @@ class WorkerTask(RowTask):
         timeline: Timeline,
         *,
         forward: Context | None = None,
+        told: bool = False,
         here: bool = False,
     ) -> None:
         phase = exchange.phase
@@ -97,6 +100,7 @@ class WorkerTask(RowTask):
         self._stream = streams.on(device)
         self._here = here
         self._forward = None if forward is context else forward
+        self._told = told
         self._now = timeline.clocks[w].now
         self._m = phase.m
         self._forwards = phase.forwards
@@ -146,6 +150,8 @@ class WorkerTask(RowTask):
         run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
 
         value = exchange.receive(action)
+        if self._told and action.kind is Kind.FORWARD:
+            exchange.receive(action._replace(kind=Kind.PREPARE))
         work = stage_pass.works[action.i]
         arriving, leaving = work.arriving, work.leaving
         if action.kind is Kind.BACKWARD:

@@ -24,7 +24,7 @@ and through the loss's backward (L), and backward through the code before the ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
@@ -185,14 +185,34 @@ class Schedule:
         # Actions that take no time come first: others that start then may need them.
         return tuple(sorted(start, key=lambda a: (start[a], end[a], self.worker_of(a))))
 
-    @cached_property
-    def turns(self) -> tuple[tuple[int, Row], ...]:
-        """The sequence of :attr:`interleaved` by worker: for each turn, the worker and its actions.
+    def turns_of(self, workers: tuple[int, ...]) -> Sequence[tuple[int, Row]]:
+        """Return the sequence in which one thread runs some workers and the caller.
 
-        :attr:`workers` stands for the caller.
+        The caller's losses come as late as these workers allow. In another process a loss waits for
+        the output of the last stage, and with it would the next forward here.
+
+        Returns:
+            For each turn the worker, :attr:`workers` for the caller, and its actions.
         """
-        groups = groupby(self.interleaved, self.worker_of)
-        return tuple((worker, tuple(row)) for worker, row in groups)
+        if workers not in self._turns:
+            groups = groupby(self._sequence_of(workers), self.worker_of)
+            self._turns[workers] = [(worker, tuple(row)) for worker, row in groups]
+        return self._turns[workers]
+
+    def _sequence_of(self, workers: tuple[int, ...]) -> Iterator[Action]:
+        place = {action: k + 1 for k, action in enumerate(self.caller)}
+        begun = 0
+        for action in self.interleaved:
+            own = self.worker_of(action) in workers
+            # Calls have their place among all actions: processes may compute together in them.
+            end = place.get(action, 0) if action.kind is Kind.PREPARE else 0
+            if own and action.kind is Kind.BACKWARD:
+                end = place.get(Action(Kind.LOSS, action.i, self.n), 0)
+            yield from self.caller[begun:end]
+            begun = max(begun, end)
+            if own:
+                yield action
+        yield from self.caller[begun:]
 
     def worker_of(self, action: Action) -> int:
         """The worker that runs an action; :attr:`workers` stands for the caller."""
@@ -219,6 +239,10 @@ class Schedule:
     @cached_property
     def _phases(self) -> tuple[Schedule, ...]:
         return tuple(replace(self, phases=(rows,)) for rows in self.phases)
+
+    @cached_property
+    def _turns(self) -> dict[tuple[int, ...], Sequence[tuple[int, Row]]]:
+        return {}
 
     @cached_property
     def recomputes(self) -> bool:

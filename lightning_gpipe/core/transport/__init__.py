@@ -8,6 +8,7 @@ from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import (
     BETWEEN,
     NO_RUN,
+    STEP,
     Exchange,
     Label,
     OutOfStep,
@@ -60,6 +61,7 @@ __all__ = [
     "OBSERVED",
     "OWN",
     "SAME_CODE",
+    "STEP",
     "Connection",
     "Exchange",
     "InlineTransport",

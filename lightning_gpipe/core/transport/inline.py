@@ -129,9 +129,8 @@ class InlineTransport(Transport):
         sessions = [task.session(joined=k > 0) for k, task in enumerate(tasks)]
         self._may_run = True
         with together([self.sharing(), *sessions]):
-            for worker, row in exchange.phase.turns:
-                if worker in task_of:
-                    task_of[worker].perform(row)
+            for worker, row in exchange.phase.turns_of(tuple(self._layout.workers_here)):
+                task_of[worker].perform(row)
         self._may_run = False
 
     @override

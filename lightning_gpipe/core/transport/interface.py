@@ -44,6 +44,7 @@ class OutOfStep(RuntimeError):
     """
 
 
+STEP = 2  # the only phase of a mini-batch with a loss for each micro-batch
 BETWEEN = -1  # the phase of an exchange between two mini-batches
 NO_RUN = -2  # the phase of a step of the caller that has run no mini-batch
 

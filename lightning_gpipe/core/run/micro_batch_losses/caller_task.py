@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,7 +34,8 @@ class CallerTask(RowTask):
 
     ``first`` is its call for the first micro-batch, at which it is suspended already. Micro-batches
     may have other programs, as where a mask is made of those with padding only: ``set_program`` is
-    called with the index of such a micro-batch, and its program.
+    called with the index of such a micro-batch, and its program. After that the stages ``told`` may
+    run it.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class CallerTask(RowTask):
         context: Context,
         first: Call,
         set_program: Callable[[int, Program], None],
+        told: Collection[int] = (),
     ) -> None:
         super().__init__(timeline.schedule.caller, exchange, context)
         self._run = timeline.run_by_caller
         self._code = code
         self._first = first
         self._set_program = set_program
+        self._told = told
         self._callers: dict[int, Caller] = {}
         self._input_devices: dict[int, FlatTree] = {}
 
@@ -69,6 +72,8 @@ class CallerTask(RowTask):
             raise call_missing(f"one for micro-batch 0, and none for micro-batch {i}")
         if call.program is not self._first.program:
             self._set_program(i, call.program)
+        for j in self._told:
+            self._exchange.send(action._replace(j=j), FlatTree([]))
         self._input_devices[i] = devices_of(call.inputs)
         self._callers[i] = Caller(call.program)
         for to, value, route in self._callers[i].input(i, call.inputs):

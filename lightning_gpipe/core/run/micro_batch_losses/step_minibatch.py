@@ -24,9 +24,11 @@ from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
 from lightning_gpipe.core.run.micro_batch_losses.losses import with_known_gradients
 from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
-from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
+from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun, SharedErrors
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
-from lightning_gpipe.core.schedules import Schedule
+from lightning_gpipe.core.run.shared_parameters import Pair
+from lightning_gpipe.core.schedules import Schedule, successor
+from lightning_gpipe.core.transport import Label
 
 _CODE = -1  # the index of the caller's code where stages have theirs, for its random numbers
 
@@ -42,15 +44,17 @@ class StepMiniBatch(MiniBatchRun):
         outside: OutsideGradients,
         context: Context,
         *,
+        label: Label,
         execution: Execution,
         division: Callable[[], Division | None],
     ) -> None:
-        super().__init__(equipment, schedule, execution, context)
+        super().__init__(equipment, schedule, execution, context, label)
         self._code = code
         self._outside = outside
         self._context = context
         self.by_caller = code.is_current
         self._division = division
+        self._pairs: list[Pair] = []  # of the stages here, once their backwards have ended
         # The code draws where its thread is, and on the device of what is around the stages.
         self.shared = self.shared and self.shared | {equipment.layout.outside}
         self.choose_transport(context.modes)
@@ -60,19 +64,20 @@ class StepMiniBatch(MiniBatchRun):
         """Run the phase; returns the loss, None if the code returned None for all micro-batches."""
         code, error = self._code, None
         try:
-            with self.session:
+            with SharedErrors(self.equipment.transport), self.session:
                 self.begin()
+                self.generators = SharedGenerators(self.shared)
                 library = self.begin_library_watch()
                 code.watched = library.callers
                 self.equipment.draws.run_once(
                     "step",
                     self.flags,
                     self._run_step,
-                    generators=SharedGenerators(self.shared),
+                    generators=self.generators,
                     modes=bool(self._context.modes) or self.schedule.recomputes,
                 )
                 library.end()
-                self.finish_forward()
+                self.finish_forward(self.ties.everywhere)
             return None if code.losses.skipped else self._loss()
         except BaseException as raised:
             error = raised
@@ -84,15 +89,14 @@ class StepMiniBatch(MiniBatchRun):
 
     def _loss(self) -> Tensor:
         """The loss with all gradients."""
-        pairs = [pair for _, pairs in self.take_gradients() for pair in pairs]
-        pairs += self._outside_gradients()
+        pairs = self._pairs + self._outside_gradients()
         leaves = list({id(leaf): leaf for leaf, _ in pairs}.values())
         gradients = sum_gradients(pairs, leaves)
         value, seed = self._code.losses.total()
         known = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
         return with_known_gradients(value, known, seed, self.streams)
 
-    def _outside_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def _outside_gradients(self) -> list[Pair]:
         """Return the gradients that do not come from stages, with parameters for shadows.
 
         The code meets shadows in the graphs of what layers have kept.
@@ -141,14 +145,22 @@ class StepMiniBatch(MiniBatchRun):
             stage_pass.set_program(i, program)
 
     def _run_pipeline(self, first: Call, generators: SharedGenerators | None) -> None:
+        layout = self.equipment.layout
+        self.agree(first.program, self._code.m)
         self.begin_work(first.program, first.inputs, self._division)
-        self.begin_passes(generators)
+        exchange = self._code.exchange = self.open(0)
+        self.begin_passes(generators, self.ties.values(exchange))
         self.begin_backward(generators)
-        exchange = self.transport.open(self.schedule.phase(0))
-        tasks = self.tasks(exchange, self._context.without_autocast(), forward=self._context)
+        # On one thread the caller's row comes first anyway.
+        told = () if self.inline or not layout.spread else layout.stages_here
+        tasks = self.tasks(
+            exchange, self._context.without_autocast(), self._context, told=bool(told)
+        )
         self._code.undisturbed = together([task.using for task in tasks])
         caller_task = CallerTask(
-            self.timeline, self._code, exchange, self._context, first, self._set_program
+            self.timeline, self._code, exchange, self._context, first, self._set_program, told
         )
         self.transport.run(exchange, tasks, caller_task)
-        exchange.settle()
+        end = successor(self.schedule.last_backwards[-1])
+        self._pairs = self.ties.gradients(exchange, end, self.take_gradients())
+        self.end(exchange)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,6 +44,7 @@ from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import Coroutine
 from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
 from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
+from lightning_gpipe.core.transport import Exchange
 
 Function = Callable[[int], Any]  # runs the caller's code for a micro-batch, and returns its result
 
@@ -71,6 +73,8 @@ class UserStep:
         watched: Makes context managers around it, which record its draws.
         running: The micro-batch for which it runs now; None while it is suspended.
         undisturbed: A ``with`` block in which no worker uses the modules.
+        exchange: The exchange of the phase, while it is open.
+        answers: Numbers what processes compute together while it is.
     """
 
     def __init__(
@@ -97,6 +101,8 @@ class UserStep:
         self._called: set[int] = set()
         self.running: int | None = None
         self.undisturbed: Manager = NOTHING
+        self.exchange: Exchange | None = None
+        self.answers = count()
         self._state = ThreadState.capture()
         self._before: dict[int, _GraphBefore] = {}
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from lightning_gpipe.core.transport.interface import BETWEEN, NO_RUN, Label
+from lightning_gpipe.core.transport.interface import BETWEEN, NO_RUN, STEP, Label
 
 PHASES = {  # of a mini-batch, and exchanges outside of one
     0: "a forward",
     1: "a backward",
+    STEP: "all forwards and backwards",
     BETWEEN: "a rehearsal of blocks",
     NO_RUN: "a step without a pipeline",
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.faithful import NOTHING
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Route, sender
 from lightning_gpipe.core.schedules import CALLER, Action, Schedule
@@ -95,6 +96,8 @@ class ProcessGroupExchange(LocalExchange):
         except (RankFailed, OutOfStep) as error:
             what = f"{error}, while {self._value_for(at)} was awaited"
             raise type(error)(what) from None
+        if inbox == self._caller:
+            self._expects()  # raises if a worker of this process has failed
         self._take(inbox)
 
     def _value_for(self, at: Action) -> str:
@@ -207,9 +210,9 @@ class ProcessGroupTransport(Transport):
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
         assert isinstance(exchange, ProcessGroupExchange)
-        assert caller is None, "steps by micro-batch run in one process"
-        with exchange.holding():
-            self._runner.run(exchange, tasks)
+        # A caller with a row awaits each result at once.
+        with exchange.holding() if caller is None else NOTHING:
+            self._runner.run(exchange, tasks, caller)
 
     @property
     @override
