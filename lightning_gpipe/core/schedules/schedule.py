@@ -188,8 +188,9 @@ class Schedule:
     def turns_of(self, workers: tuple[int, ...]) -> Sequence[tuple[int, Row]]:
         """Return the sequence in which one thread runs some workers and the caller.
 
-        The caller's losses come as late as these workers allow. In another process a loss waits for
-        the output of the last stage, and with it would the next forward here.
+        The caller's actions come as late as can be. In a process without the last stage, a loss
+        waits for an output, and with it would the next forward here. A call, in which processes may
+        compute together, has the place of the first stage's forward in all of them.
 
         Returns:
             For each turn the worker, :attr:`workers` for the caller, and its actions.
@@ -200,14 +201,14 @@ class Schedule:
         return self._turns[workers]
 
     def _sequence_of(self, workers: tuple[int, ...]) -> Iterator[Action]:
-        place = {action: k + 1 for k, action in enumerate(self.caller)}
+        ends = {(action.kind, action.i): k + 1 for k, action in enumerate(self.caller)}
         begun = 0
         for action in self.interleaved:
-            own = self.worker_of(action) in workers
-            # Calls have their place among all actions: processes may compute together in them.
-            end = place.get(action, 0) if action.kind is Kind.PREPARE else 0
-            if own and action.kind is Kind.BACKWARD:
-                end = place.get(Action(Kind.LOSS, action.i, self.n), 0)
+            own, end = self.worker_of(action) in workers, 0
+            if action.kind is Kind.FORWARD and action.j == 0:
+                end = ends.get((Kind.PREPARE, action.i), 0)
+            elif action.kind is Kind.BACKWARD and own:
+                end = ends.get((Kind.LOSS, action.i), 0)
             yield from self.caller[begun:end]
             begun = max(begun, end)
             if own:

@@ -1,7 +1,7 @@
 """The rules of every schedule, for all small sizes."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from random import Random
 
@@ -95,7 +95,10 @@ def test_interleaved_keeps_the_order_of_each_worker_and_of_the_caller(every: Eve
         for w, row in enumerate((*schedule.rows, schedule.caller)):
             own = [a for a in schedule.interleaved if schedule.worker_of(a) == w]
             assert own == list(row)
-        assert {worker for worker, _ in schedule.turns} <= set(range(workers + 1))
+        everyone = tuple(range(workers))
+        turns = [worker for worker, _ in schedule.turns_of(everyone)]
+        assert set(turns) <= {*everyone, workers}
+        assert all(one != other for one, other in pairwise(turns))
 
 
 def test_recompute_comes_right_before_its_backward(every: Every) -> None:
@@ -114,3 +117,50 @@ def test_caller_keeps_no_worker_waiting_whatever_actions_take(every: Every) -> N
         cost = defaultdict(float, drawn).__getitem__  # the caller takes no time
 
         assert schedule.simulate(cost).start.items() >= alone.simulate(cost).start.items()
+
+
+def spread(schedule: Schedule, cost: Callable[[Action], float], *, meet: bool = False) -> float:
+    """When the last of processes ends that run one worker each, and a caller's row each.
+
+    The caller takes no time. If they ``meet``, each call ends when it has begun in all of them.
+    """
+    workers = schedule.workers
+    waiting = [
+        [action for _, row in reversed(schedule.turns_of((w,))) for action in reversed(row)]
+        for w in range(workers)
+    ]
+    clock, ends = [0.0] * workers, dict[Action, float]()
+    called: dict[Action, set[int]] = defaultdict(set)
+    progress = True
+    while progress:
+        progress = False
+        for w, queue in enumerate(waiting):
+            while queue:
+                action = queue[-1]
+                called[action].add(w)
+                needed = {each for each in schedule.needs(action) if not each.by_caller}
+                needed &= set(schedule.interleaved)
+                together = meet and action.kind is Kind.PREPARE
+                if not needed <= ends.keys() or (together and len(called[action]) < workers):
+                    break
+                clock[w] = max([clock[w], *(ends[each] for each in needed)])
+                if not action.by_caller:
+                    ends[action] = clock[w] = clock[w] + cost(action)
+                queue.pop()
+                progress = True
+    assert not any(waiting), "they wait for one another"
+    return max(clock)
+
+
+def test_processes_wait_for_nothing_that_their_worker_does_not_need(every: Every) -> None:
+    random = Random(0)
+    for schedule in [each for each, _, _ in every if each.caller]:
+        alone = Schedule(schedule.m, schedule.placement, schedule.phases)
+        drawn = {action: random.choice([0.5, 1.0, 4.0]) for action in alone.interleaved}
+
+        assert spread(schedule, drawn.__getitem__) == alone.simulate(drawn.__getitem__).makespan
+
+
+def test_processes_that_meet_in_calls_end(every: Every) -> None:
+    for schedule in [each for each, _, _ in every if each.caller]:
+        assert spread(schedule, lambda _: 1.0, meet=True) > 0

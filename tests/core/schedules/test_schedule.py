@@ -31,7 +31,7 @@ def test_interleaved_is_clock_cycle_by_clock_cycle() -> None:
 
 
 def test_turns_are_the_sequence_by_worker() -> None:
-    turns = fill_drain(2, one_each(2)).phase(0).turns
+    turns = fill_drain(2, one_each(2)).phase(0).turns_of((0, 1))
 
     assert [(worker, [f"{action}@{action.j}" for action in row]) for worker, row in turns] == [
         (0, ["F0@0", "F1@0"]),
@@ -86,7 +86,7 @@ def test_phase_of_an_action(schedule: Schedule) -> None:
 
 
 def test_caller_stands_in_the_turns_as_one_more_worker() -> None:
-    turns = schedule_for("1f1b", 1, one_each(2)).turns
+    turns = schedule_for("1f1b", 1, one_each(2)).turns_of((0, 1))
 
     assert [(worker, *(f"{action}@{action.j}" for action in row)) for worker, row in turns] == [
         (2, "P0@-1"),
@@ -101,3 +101,11 @@ def test_caller_stands_in_the_turns_as_one_more_worker() -> None:
 
 def test_caller_is_in_the_phase_during_which_it_works() -> None:
     assert schedule_for("1f1b", 1, one_each(2)).phase_of(Action(Kind.LOSS, 0, 2)) == 0
+
+
+def test_losses_come_late_in_a_process_without_the_last_stage() -> None:
+    turns = schedule_for("1f1b", 3, one_each(2)).turns_of((0,))
+
+    assert " ".join(str(action) for _, row in turns for action in row) == (
+        "P0 F0 P1 F1 L0 B0 P2 F2 L1 B1 L2 B2 B0 B1 B2"
+    )

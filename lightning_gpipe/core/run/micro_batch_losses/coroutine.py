@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
+
+from lightning_gpipe.core.transport import RunCancelled
 
 
 def greenlets() -> Any:
@@ -72,7 +75,8 @@ class Coroutine:
         """End it where it is suspended; its ``finally`` blocks run, and may raise."""
         self._closing = True
         if not self._greenlet.dead:
-            self._greenlet.throw()
+            with suppress(RunCancelled):
+                self._greenlet.throw(RunCancelled)
         self._function = None
 
     def _run(self, _: Any) -> Any:

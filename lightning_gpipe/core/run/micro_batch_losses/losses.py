@@ -39,6 +39,9 @@ class Losses:
         m: The number of micro-batches.
         rows: The number of rows of each; None if that is not known.
         scale: The factor of the gradients, as of a gradient scaler; a float or a 0-dim tensor.
+
+    Attributes:
+        requires_grad: Whether a loss does so far, perhaps only for parameters of other processes.
     """
 
     def __init__(self, m: int, rows: Sequence[int] | None, scale: float | Tensor = 1.0) -> None:
@@ -50,6 +53,7 @@ class Losses:
         self._skipped: list[int] = []
         self._norm = 0.0  # the estimated sum of the weights; 0 before one is positive
         self._by_rows = True
+        self.requires_grad = False
 
     def add(self, i: int, result: Any) -> tuple[Tensor, Tensor] | None:
         """Add the result of the caller's code for micro-batch ``i``.
@@ -78,6 +82,7 @@ class Losses:
             )
         weight = self._rows_of(i) if weight_of_code is None else _checked(weight_of_code)
         self._losses[i], self._weights[i] = loss.detach(), weight
+        self.requires_grad |= loss.requires_grad
         if not weight:  # the mean of nothing may be no number
             return None
         if not self._norm:
@@ -172,10 +177,10 @@ def with_known_gradients(
         streams: The streams on which they were computed.
 
     Returns:
-        The loss in the caller's graph; in none if there are no leaves.
+        The loss in the caller's graph.
     """
-    if not pairs:
-        return value
+    if not pairs:  # all are in other processes, or code that nn.Module does not know has them
+        pairs = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
     leaves, gradients = zip(*pairs, strict=True)
     backward = BackwardOnce(
         partial(_scaled, list(gradients), seed, streams),

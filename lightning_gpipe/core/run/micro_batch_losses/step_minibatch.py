@@ -94,6 +94,8 @@ class StepMiniBatch(MiniBatchRun):
         gradients = sum_gradients(pairs, leaves)
         value, seed = self._code.losses.total()
         known = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
+        if not self._code.losses.requires_grad:
+            return value
         return with_known_gradients(value, known, seed, self.streams)
 
     def _outside_gradients(self) -> list[Pair]:

@@ -20,6 +20,7 @@ from lightning_gpipe.core.transport.interface import (
     Label,
     OutOfStep,
     RankFailed,
+    RunCancelled,
     Task,
     Transport,
 )
@@ -226,7 +227,8 @@ class ProcessGroupTransport(Transport):
 
     @override
     def tell(self, error: BaseException) -> None:
-        self._office.tell(error)
+        if not isinstance(error, RunCancelled):  # which ends code that waits in a failed run
+            self._office.tell(error)
 
     @override
     def failure(self, within: float) -> RankFailed | OutOfStep | None:
