@@ -226,9 +226,9 @@ def burn(place: str, at: int, rank: int, owners: Owners) -> tuple[str, float]:
     """The error of a step in which a fuse burns in one process, and the loss of the next step."""
     torch.manual_seed(1)
     fuses = {each: Fuse() for each in PLACES}
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)]).double()
-    burning = nn.Sequential(layers[3], fuses["layer"], fuses["layer's backward"])
-    layers = nn.Sequential(*layers[:3], burning)
+    blocks = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)]
+    blocks[3].extend([fuses["layer"], fuses["layer's backward"]])
+    layers = nn.Sequential(*blocks).double()
     pipeline = GPipe(layers, [1] * 4, devices=["cpu"] * len(owners), chunks=4, **processes(owners))
 
     def step(x: Tensor) -> Tensor:
