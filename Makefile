@@ -12,9 +12,9 @@
 # Those for GPUs run on simulated ones, in processes of their own; see tests/simcuda/README.md.
 
 PYTHON ?= python3
-# One more than there are cores: some tests wait for processes most of the time.
-JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
-TOOLS := tests/benchmarks tests/mutation tests/examples/test_quickstart.py
+# Two more than there are cores: some tests wait for processes most of the time.
+JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 2)")
+TOOLS := tests/benchmarks tests/mutation tests/published tests/examples/test_quickstart.py
 TRAINER := tests/lightning tests/strategy tests/checkpoints tests/callbacks tests/commands tests/distributed
 PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
@@ -26,13 +26,15 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test test-tools test-integrations test-oldest test-multihost test-lightning models soak mutate bench bench-gpu docs dist check format clean
+.PHONY: help demo test test-tools test-launches test-integrations test-oldest test-multihost test-lightning models soak mutate bench bench-gpu docs dist check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests of the package, those for GPUs on simulated ones"
 	@echo "             (about 7 minutes)"
-	@echo "make test-tools  the tests of the benchmarks, the notebook and what make mutate runs (minutes)"
+	@echo "make test-tools  the tests of the benchmarks, the notebook, and of what make mutate and"
+	@echo "             make test-lightning run (minutes)"
+	@echo "make test-launches  fits in scripts and notebooks that start their own processes (minutes)"
 	@echo "make test-integrations  loggers of W&B and MLflow, loaders of torchdata (a minute)"
 	@echo "make test-oldest  tests of the strategy on the oldest versions that pyproject.toml admits"
 	@echo "             (minutes)"
@@ -58,11 +60,14 @@ demo: $(READY)
 	$(BIN)/python -m examples.char_lm
 
 test: check
-	$(BIN)/pytest $(PARALLEL) $(TOOLS:%=--ignore=%)
+	$(BIN)/pytest $(PARALLEL) -m "not launches" $(TOOLS:%=--ignore=%)
 	SIMULATED_GPUS=4 $(BIN)/pytest $(PARALLEL) tests/gpu tests/simcuda
 
 test-tools: $(READY)
 	$(BIN)/pytest $(PARALLEL) $(TOOLS)
+
+test-launches: $(READY)
+	$(BIN)/pytest -m launches tests/lightning
 
 test-integrations: .venv-integrations/.ready
 	.venv-integrations/bin/pytest tests/integrations

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_gpipe.strategy.options import StartMethod
 from tests.support.lightning_modules import fitted, weights
 from tests.support.models import assert_same
 from tests.support.started import Drawing
@@ -41,13 +40,16 @@ def notebook(method: str, file: Path) -> None:
     executed(path, file.parent)
 
 
-WAYS: list[tuple[Callable[[str, Path], None], str]] = [
-    *((script, method) for method in get_args(StartMethod)),
-    (notebook, "fork"),
-]
-
-
-@pytest.mark.parametrize("run, method", WAYS, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    "run, method",
+    [
+        (script, "popen"),
+        (script, "fork"),
+        pytest.param(script, "spawn", marks=pytest.mark.launches),
+        pytest.param(notebook, "fork", marks=pytest.mark.launches),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
 def test_weights_are_those_of_one_device(
     run: Callable[[str, Path], None],
     method: str,

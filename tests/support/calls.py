@@ -1,11 +1,10 @@
-"""Counts the calls of functions of the package in a step: ``python -m tests.support.calls``.
+"""Counts the calls of functions of the package in a step.
 
-In a process of its own, since a process that has imported other libraries has more to look after.
+In a process of its own, since one in which other tests have run has more to look after.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from types import FrameType
 from typing import Any
@@ -58,15 +57,11 @@ def calls_in_a_step(chunks: int, mode: ActivationCheckpointing) -> int:
     return count
 
 
-def counts() -> dict[str, tuple[float, float]]:
+def counts() -> dict[ActivationCheckpointing, tuple[float, float]]:
     """By mode, the calls per pair of stage and micro-batch, and beside these per mini-batch."""
-    found: dict[str, tuple[float, float]] = {}
+    found: dict[ActivationCheckpointing, tuple[float, float]] = {}
     for mode in MODES:
         few, many = (calls_in_a_step(chunks, mode) for chunks in (4, 12))
         per_pair = (many - few) / (8 * STAGES)
-        found[str(mode)] = per_pair, few - 4 * STAGES * per_pair
+        found[mode] = per_pair, few - 4 * STAGES * per_pair
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(counts()))

@@ -6,11 +6,9 @@ in use must cost nothing. Time does not show it where one of many does; these nu
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 from lightning_gpipe.core.schedules import ActivationCheckpointing
+from tests.support.calls import counts
+from tests.support.ranks import new_ranks
 
 # Calls for each pair of stage and micro-batch, and beside those for each mini-batch, with a margin.
 # Counted with Python 3.11; in later versions comprehensions are no calls.
@@ -21,10 +19,10 @@ AT_MOST: dict[ActivationCheckpointing, tuple[int, int]] = {
 
 
 def test_calls_of_a_step() -> None:
-    command = [sys.executable, "-m", "tests.support.calls"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    with new_ranks(1) as ranks:  # in which nothing has run
+        [found] = ranks.run(counts)
 
-    for mode, (per_pair, per_minibatch) in json.loads(printed.stdout).items():
+    for mode, (per_pair, per_minibatch) in found.items():
         pairs, minibatch = AT_MOST[mode]
         assert per_pair <= pairs, mode
         assert per_minibatch <= minibatch, mode

@@ -1,12 +1,14 @@
-import subprocess
 import sys
 from contextvars import ContextVar
 from functools import partial
 
 import pytest
 
+from lightning_gpipe import GPipe, GPipeStrategy
 from lightning_gpipe.core.run.micro_batch_losses import coroutine as module
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import Coroutine
+from tests.support.models import perceptron, rows
+from tests.support.ranks import new_ranks
 
 
 def test_two_in_turns() -> None:
@@ -81,19 +83,17 @@ def test_greenlet_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         Coroutine(lambda: None)
 
 
+def greenlet_is_imported() -> list[bool]:
+    GPipeStrategy([1, 1], split_backward=True)
+    model = GPipe(perceptron(2), [1, 1], chunks=2, split_backward=True)
+    model(rows(2)).sum().backward()
+    found = ["greenlet" in sys.modules]
+    model.by_micro_batch(lambda x: model(x).mean(), rows(2))
+    model.close()
+    return [*found, "greenlet" in sys.modules]
+
+
 def test_greenlet_is_imported_only_when_asked_for() -> None:
     """A pipeline that runs by fill-drain does not need it, nor does a strategy."""
-    code = """if True:
-        import sys, torch
-        from lightning_gpipe import GPipe, GPipeStrategy
-
-        GPipeStrategy([1, 1], split_backward=True)
-        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        model = GPipe(layers, [1, 1], chunks=2, split_backward=True)
-        model(torch.ones(2, 2)).sum().backward()
-        assert "greenlet" not in sys.modules
-        model.by_micro_batch(lambda x: model(x).mean(), torch.ones(2, 2))
-        assert "greenlet" in sys.modules
-        model.close()
-    """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    with new_ranks(1) as ranks:  # in which nothing has run
+        assert ranks.run(greenlet_is_imported) == [[False, True]]
