@@ -146,6 +146,7 @@ class StepMiniBatch(MiniBatchRun):
         self.begin_backward(generators)
         exchange = self.transport.open(self.schedule.phase(0))
         tasks = self.tasks(exchange, self._context.without_autocast(), forward=self._context)
+        self._code.trained = [p for each in self.passes for p in each.shadows.parameters]
         self._code.undisturbed = together([task.using for task in tasks])
         caller_task = CallerTask(
             self.timeline, self._code, exchange, self._context, first, self._set_program
