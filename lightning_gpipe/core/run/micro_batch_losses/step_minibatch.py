@@ -58,7 +58,7 @@ class StepMiniBatch(MiniBatchRun):
 
     def run(self) -> Tensor | None:
         """Run the phase; returns the loss, None if the code returned None for all micro-batches."""
-        code, error = self._code, None
+        code = self._code
         try:
             with self.session:
                 self.begin()
@@ -73,13 +73,14 @@ class StepMiniBatch(MiniBatchRun):
                 )
                 library.end()
                 self.finish_forward()
-            return None if code.losses.skipped else self._loss()
-        except BaseException as raised:
-            error = raised
+            loss = None if code.losses.skipped else self._loss()
+            code.close(None)
+            return loss
+        except BaseException as error:
             self.refuse_gradients()
+            code.close(error)
             raise
         finally:
-            code.close(error)
             self.release()
 
     def _loss(self) -> Tensor:
