@@ -158,9 +158,8 @@ def graph_behind(
         elif root is not None:
             waiting.append(root.grad_fn if isinstance(root, Tensor) else root.node)
     seen = {*waiting, until}
-    waiting = list(dict.fromkeys(waiting))  # an output may be there twice
-    if until in waiting:
-        waiting.remove(until)
+    # An output may be there twice.
+    waiting = [node for node in dict.fromkeys(waiting) if node is not until]
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):
