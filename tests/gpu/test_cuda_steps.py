@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, verify_step
 from lightning_gpipe.core.schedules import ActivationCheckpointing
-from tests.gpu.models import DEVICES, ON_GPU, assert_same, batch, gradients, layers
+from tests.gpu.models import DEVICES, GPU, ON_GPU, assert_same, batch, gradients, layers
 
 pytestmark = ON_GPU
 
@@ -75,6 +75,35 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
     assert timeline is not None
     assert {span.action for span in timeline.caller} == set(timeline.schedule.caller)
     assert all(span.end >= span.start for span in timeline.caller)
+    pipeline.close()
+
+
+# See test_current_stream_is_a_side_stream in test_cuda.py.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@pytest.mark.parametrize("devices", DEVICES)
+def test_backward_on_another_stream(devices: list[str]) -> None:
+    """Gradients of the step's stream are scaled there, and then used and freed on another one."""
+    plain, x = layers(), batch()
+    (2 * plain(x).square().mean()).backward()
+    expected = gradients(plain)
+    plain.zero_grad()
+    pipeline = cut(plain, devices)
+    x = x.to(devices[-1])
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream(GPU)
+    # As DistributedDataParallel keeps them: autograd takes these nodes for ones of this stream.
+    nodes = [p.view_as(p).grad_fn for p in plain.parameters()]
+
+    with torch.cuda.stream(side):
+        loss = pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), x).loss
+    torch.cuda.current_stream(GPU).wait_stream(side)
+    assert loss is not None
+    (2 * loss).backward()
+    found = gradients(plain)
+    plain.zero_grad()
+    del nodes
+
+    assert_same(found, expected)
     pipeline.close()
 
 
