@@ -77,7 +77,6 @@ class StepMiniBatch(MiniBatchRun):
             code.close(None)
             return loss
         except BaseException as error:
-            self.refuse_gradients()
             code.close(error)
             raise
         finally:

@@ -81,6 +81,15 @@ def test_greenlet_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         Coroutine(lambda: None)
 
 
+def test_module_that_greenlet_needs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+    monkeypatch.setattr(module, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'other'$"):
+        Coroutine(lambda: None)
+
+
 def test_greenlet_is_imported_only_when_asked_for() -> None:
     """A pipeline that runs by fill-drain does not need it, nor does a strategy."""
     code = """if True:
