@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,29 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, verify_step
 from lightning_gpipe.core.schedules import ActivationCheckpointing
-from tests.gpu.models import DEVICES, ON_GPU, assert_same, batch, gradients, layers
+from tests.gpu.models import DEVICES, GPU, ON_GPU, assert_same, batch, gradients, layers
 
 pytestmark = ON_GPU
+
+LossOf = Callable[[nn.Module, Tensor], Tensor]
+
+
+def trained(loss_of: LossOf, plain: nn.Module, around: nn.Module, x: Tensor) -> tuple[Any, ...]:
+    """The loss of a plain step, and its gradients, which are dropped."""
+    loss = loss_of(plain, x)
+    loss.backward()
+    found = loss.detach(), gradients(plain), gradients(around)
+    plain.zero_grad()
+    around.zero_grad()
+    return found
+
+
+def cut(plain: nn.Sequential, devices: list[str], **options: Any) -> GPipe:
+    """A pipeline of two stages, or of one for each device."""
+    stages = max(2, len(devices))
+    balance = [len(plain) - 2 * (stages - 1), *[2] * (stages - 1)]
+    balance = balance if stages < 4 else [2, 1, 2, 1]
+    return GPipe(plain, balance, devices=devices, chunks=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -31,22 +53,9 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
         before = around[0](x)
         return (around[1](run(before)).square().sum(1) + before.sin().sum(1)).mean()
 
-    loss = loss_of(plain, x)
-    loss.backward()
-    expected = loss.detach(), gradients(plain), gradients(around)
-    plain.zero_grad()
-    around.zero_grad()
+    expected = trained(loss_of, plain, around, x)
 
-    stages = max(2, len(devices))
-    balance = [len(plain) - 2 * (stages - 1), *[2] * (stages - 1)]
-    pipeline = GPipe(
-        plain,
-        balance if stages < 4 else [2, 1, 2, 1],
-        devices=devices,
-        chunks=4,
-        activation_checkpointing=mode,
-        threads=threads,
-    )
+    pipeline = cut(plain, devices, activation_checkpointing=mode, threads=threads)
     last = torch.device(devices[-1])
     around.to(last)
     stream = torch.cuda.Stream(last) if side and last.type == "cuda" else None
@@ -66,6 +75,35 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
     assert timeline is not None
     assert {span.action for span in timeline.caller} == set(timeline.schedule.caller)
     assert all(span.end >= span.start for span in timeline.caller)
+    pipeline.close()
+
+
+# See test_current_stream_is_a_side_stream in test_cuda.py.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@pytest.mark.parametrize("devices", DEVICES)
+def test_backward_on_another_stream(devices: list[str]) -> None:
+    """Gradients of the step's stream are scaled there, and then used and freed on another one."""
+    plain, x = layers(), batch()
+    (2 * plain(x).square().mean()).backward()
+    expected = gradients(plain)
+    plain.zero_grad()
+    pipeline = cut(plain, devices)
+    x = x.to(devices[-1])
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream(GPU)
+    # As DistributedDataParallel keeps them: autograd takes these nodes for ones of this stream.
+    nodes = [p.view_as(p).grad_fn for p in plain.parameters()]
+
+    with torch.cuda.stream(side):
+        loss = pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), x).loss
+    torch.cuda.current_stream(GPU).wait_stream(side)
+    assert loss is not None
+    (2 * loss).backward()
+    found = gradients(plain)
+    plain.zero_grad()
+    del nodes
+
+    assert_same(found, expected)
     pipeline.close()
 
 
@@ -165,16 +203,9 @@ def test_scales_of_layers_and_a_penalty(devices: list[str], threads: bool) -> No
         return around[1](run(x)).square().mean() + 0.1 * penalty
 
     known = set(map(id, [*plain.parameters(), *around.parameters()]))
-    loss = loss_of(plain, x)
-    loss.backward()
-    expected = loss.detach(), gradients(plain), gradients(around)
-    plain.zero_grad()
-    around.zero_grad()
+    expected = trained(loss_of, plain, around, x)
 
-    stages = max(2, len(devices))
-    balance = [len(plain) - 2 * (stages - 1), *[2] * (stages - 1)]
-    balance = balance if stages < 4 else [2, 1, 2, 1]
-    pipeline = GPipe(plain, balance, devices=devices, chunks=4, threads=threads)
+    pipeline = cut(plain, devices, threads=threads)
     around.to(devices[-1])
     step = partial(loss_of, pipeline)
     found = pipeline.by_micro_batch(step, x.to(devices[-1]), around=around).loss

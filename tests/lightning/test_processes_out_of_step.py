@@ -3,7 +3,6 @@
 All processes live, and each waits for another one, for ever but for the timeout of half an hour.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from tests.support.acts import Act, gather, meet, reduce, run_the_model, save, take_a_batch
 from tests.support.lightning_modules import FEATURES, Classifier, Data
 from tests.support.processes import said
 from tests.support.ranks import new_ranks
@@ -24,30 +24,11 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 LOST_AFTER = timedelta(seconds=4)
 
 
-def run_the_model(trainer: L.Trainer) -> None:
-    """Run a sample alone, as for a picture that is logged."""
-    with torch.no_grad():
-        trainer.lightning_module(next(iter(Data().train_dataloader()))[0])
-
-
-def take_a_batch(trainer: L.Trainer) -> None:
-    loader: Any = trainer.train_dataloader
-    next(iter(loader))
-
-
-def save(trainer: L.Trainer) -> None:
-    trainer.save_checkpoint(Path(trainer.default_root_dir) / "own.ckpt")
-
-
 def stop(trainer: L.Trainer) -> None:
     trainer.should_stop = True
 
 
-def meet(trainer: L.Trainer) -> None:
-    trainer.strategy.barrier("talk")
-
-
-ACTS: dict[str, Callable[[L.Trainer], None]] = {
+ACTS: dict[str, Act] = {
     each.__name__: each for each in (run_the_model, take_a_batch, save, stop, meet)
 }
 
@@ -55,7 +36,7 @@ ACTS: dict[str, Callable[[L.Trainer], None]] = {
 class Alone(Callback):
     """Does something in one process only, after a step."""
 
-    def __init__(self, rank: int, act: Callable[[L.Trainer], None], step: int = 2) -> None:
+    def __init__(self, rank: int, act: Act, step: int = 2) -> None:
         self._at, self._act = (rank, step), act
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -67,15 +48,7 @@ def log(trainer: L.Trainer) -> None:
     trainer.lightning_module.log("own", 1.0, on_step=True, sync_dist=True)
 
 
-def reduce(trainer: L.Trainer) -> None:
-    trainer.strategy.reduce(torch.ones(()))
-
-
-def gather(trainer: L.Trainer) -> None:
-    trainer.lightning_module.all_gather(torch.ones(3))
-
-
-ACTS_OF_REPLICAS: dict[str, Callable[[L.Trainer], None]] = {
+ACTS_OF_REPLICAS: dict[str, Act] = {
     each.__name__: each for each in (log, reduce, gather, save, meet)
 }
 

@@ -42,10 +42,10 @@ BUILDING = "add append extend insert setdefault sort update"
 PROMISES = {
     "transport/exclusion.py": "concurrency nested_pipelines forks interrupts",
     "transport/local.py": "concurrency faults random_faults interrupts forks",
-    "run/guards/lost_gradients.py": "loss_terms leaks concurrency",
+    "run/guards/lost_gradients.py": "loss_terms kept_tensors leaks concurrency parameters_in_steps",
     "run/autograd_node.py": "autograd layouts_of_tensors several_forwards",
     "run/backward/stage_backward.py": "captured_tensors",
-    "run/guards/forbidden_edits.py": "hooks batch_edits parameters_edited_in_forward",
+    "run/guards/forbidden_edits.py": "hooks_of_layers batch_edits parameters_edited_in_forward",
     "faithful/random/reproducible.py": "draws_in_backward reproducibility untagged_operators",
     "run/engine.py": "loss_terms leaks concurrency side_channels",
     "run/backward/sums.py": "captured_tensors tied_weights",
@@ -54,6 +54,15 @@ PROMISES = {
     "draws_in_backward thread_local_state batch_dimension faults_elsewhere faults batch_edits",
     "run/minibatch_run.py": "leaks loss_terms captured_tensors batch_edits",
     "run/guards/shared_objects.py": "side_channels",
+    "run/guards/values_on_layers.py": "parameters_in_steps",
+    "run/micro_batch_losses/caller_task.py": "steps_that_fail steps_by_micro_batch",
+    "run/micro_batch_losses/coroutine.py": "steps_that_fail",
+    "run/micro_batch_losses/losses.py": "steps_by_micro_batch steps_that_fail",
+    "run/micro_batch_losses/outside_gradients.py": "parameters_in_steps",
+    "run/micro_batch_losses/step_minibatch.py": "steps_by_micro_batch steps_that_fail "
+    "parameters_in_steps memory_of_steps",
+    "run/micro_batch_losses/user_step.py": "steps_that_fail steps_by_micro_batch "
+    "parameters_in_steps memory_of_steps",
     "run/stage.py": "state_of_layers interrupts partial_training",
     "run/stage_pass.py": "parameters_edited_in_forward batch_edits tools loss_terms skips leaks "
     "state_of_layers side_channels batch_dimension running_statistics hooks",
@@ -73,6 +82,7 @@ PROMISES = {
     "faithful/random/generators.py": "reproducibility draws_in_backward",
     "faithful/random/private_generators.py": "reproducibility untagged_operators draws_in_backward",
     "faithful/layers/batch_dimension.py": "batch_dimension",
+    "faithful/parameter_slots.py": "parameters_in_steps",
     "faithful/shadow.py": "parameters interrupts tied_weights",
     "faithful/state/stage_state.py": "state_of_layers parameters_edited_in_forward",
 }

@@ -128,7 +128,7 @@ def mirror_of(module: str) -> str:
 
 def promises_of(module: str) -> list[str]:
     """The paths of the test files of the promises that a module is there for."""
-    names = PROMISES.get("/".join(PurePosixPath(module).parts[-2:]), "")
+    names = PROMISES.get(module.removeprefix("lightning_gpipe/core/"), "")
     return [f"tests/promises/test_{name}.py" for name in names.split()]
 
 

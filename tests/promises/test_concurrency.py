@@ -12,6 +12,7 @@ from torch.autograd.function import Function
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
+from lightning_gpipe.core.run.micro_batch_losses.user_step import UserStep
 from tests.support.models import (
     Call,
     Step,
@@ -59,6 +60,33 @@ def test_two_threads_take_turns(devices: int, gradients: bool, pipe: Pipe) -> No
         assert_same(output, plain(rows(7)).detach())
     pipeline.zero_grad()
     assert_same_step(pipeline, plain, rows(7))
+
+
+@with_and_without_threads
+def test_steps_by_micro_batch_take_turns(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the step of one thread was taken for the other's if both began at the same time."""
+    pipeline = pipe(perceptron(), mode="never")
+    expected = pipeline(rows(7)).mean().detach()
+    begin, losses = UserStep.__init__, []
+
+    def begin_slowly(self: UserStep, *args: Any) -> None:
+        begin(self, *args)
+        time.sleep(0.05)
+
+    def run() -> None:
+        outcome = pipeline.by_micro_batch(lambda x: pipeline(x).mean(), rows(7))
+        losses.append(outcome.loss)
+
+    monkeypatch.setattr(UserStep, "__init__", begin_slowly)
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+    assert len(losses) == 3
+    for loss in losses:
+        assert_same(loss, expected)
 
 
 @every_mode

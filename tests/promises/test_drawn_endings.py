@@ -24,6 +24,7 @@ from hypothesis import settings
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
+from tests.support.acts import Act, gather, meet, reduce, run_the_model, save, take_a_batch
 from tests.support.faults import OwnError
 from tests.support.lightning_modules import Classifier, Data, six_layers
 from tests.support.ranks import Failed, new_ranks
@@ -45,34 +46,8 @@ HOOKS = [
 ]
 
 
-def run_the_model(trainer: L.Trainer) -> None:
-    with torch.no_grad():
-        trainer.lightning_module(next(iter(Data().train_dataloader()))[0])
-
-
-def take_a_batch(trainer: L.Trainer) -> None:
-    loader: Any = trainer.train_dataloader
-    next(iter(loader))
-
-
-def save(trainer: L.Trainer) -> None:
-    trainer.save_checkpoint(Path(trainer.default_root_dir) / "own.ckpt")
-
-
-def meet(trainer: L.Trainer) -> None:
-    trainer.strategy.barrier("talk")
-
-
 def vote(trainer: L.Trainer) -> None:
     trainer.strategy.reduce_boolean_decision(True)
-
-
-def reduce(trainer: L.Trainer) -> None:
-    trainer.strategy.reduce(torch.ones(()))
-
-
-def gather(trainer: L.Trainer) -> None:
-    trainer.lightning_module.all_gather(torch.ones(3))
 
 
 def burn(_: L.Trainer) -> None:
@@ -87,7 +62,6 @@ def send(number: signal.Signals) -> Callable[[L.Trainer], None]:
     return lambda _: os.kill(os.getpid(), number)
 
 
-Act = Callable[[L.Trainer], None]
 ERRORS: dict[str, Act] = {"burn": burn, "interrupt": interrupt}
 LOSSES: dict[str, Act] = {"kill": send(signal.SIGKILL), "stop": send(signal.SIGSTOP)}
 TOLD: dict[str, Act] = {"terminate": send(signal.SIGTERM)}

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten, tree_unflatten
 from tests.support.drawn_fits import Fit, Outcome, fits, outcome
-from tests.support.drawn_parts import LAYERS, MIXING, OPERATORS
+from tests.support.drawn_modules import Model
+from tests.support.drawn_parts import LAYERS, MIXING, OPERATORS, Part, Step
 from tests.support.models import assert_same
 from tests.support.pipes import MODES
 from tests.support.vocabulary import DRAWING
@@ -56,6 +57,55 @@ def test_drawn_fits_that_draw(fit: Fit, mode: Any, threads: bool, tmp_path_facto
     compare(fit, tmp_path_factory, partial(run, other, tmp_path_factory))
 
 
+# Once its loss grew to 1e40, and EarlyStopping told all digits of it.
+DIVERGED = Fit(
+    Model(
+        tuple(
+            Part(
+                "loop",
+                (
+                    Step("attention", "frozen batch norm", "residual"),
+                    Step("turned", turned, turned_call),
+                    Step(last, "frozen batch norm", "residual"),
+                ),
+                starts=(1, 2),
+                named=True,
+            )
+            for turned, turned_call, last in (
+                ("linear", "edited", "buffer"),
+                ("frozen batch norm", "residual", "nothing"),
+            )
+        ),
+        "batch norm",
+        skip=True,
+        loss="mean",
+        logs=("count",),
+        optimizer="momentum",
+        scheduler="epochs",
+    ),
+    3,
+    tuple(
+        {
+            "schedule": "fill_drain",
+            "chunks": 3,
+            "activation_checkpointing": None,
+            "threads": True,
+            "split_backward": False,
+            "verify": "sample",
+            "around": "last",
+        }.items()
+    ),
+    ("stopping", "best"),
+    rows=11,
+    size=2,
+    shuffle=False,
+    resumed=2,
+    trainer=(("max_epochs", 2), ("val_check_interval", 0.5), ("precision", "64-true")),
+    seed=491,
+)
+
+
+@example(fit=DIVERGED)
 @settings(max_examples=250 if SOAK else 6)
 @given(fit=fits([*OPERATORS, *MIXING, *MIXING], frontends=["loop", "traced"]))
 def test_drawn_fits_that_mix_rows(fit: Fit, tmp_path_factory: Paths) -> None:

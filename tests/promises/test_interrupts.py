@@ -137,6 +137,18 @@ def test_interrupt_of_backward(pipe: Pipe) -> None:
     assert strike(pipeline, ENGINE, run) > 15
 
 
+@with_and_without_threads
+def test_interrupt_of_a_step(pipe: Pipe) -> None:
+    """With a loss for each micro-batch, for which the hooks of parameters are removed."""
+    pipeline = piped(pipe)
+    pipeline.get_parameter("0.weight").register_hook(lambda gradient: 2 * gradient)
+
+    def run() -> Callable[[], object]:
+        return lambda: pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), X)
+
+    assert strike(pipeline, ENGINE, run) > 30
+
+
 def test_interrupt_of_verification(pipe: Pipe) -> None:
     """Struck as dropouts were switched off, they stayed so."""
     pipeline = piped(pipe, devices=1)

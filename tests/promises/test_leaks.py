@@ -119,6 +119,27 @@ def test_backward_that_fails_frees_the_activations(pipe: Pipe) -> None:
     assert loss.requires_grad
 
 
+@with_and_without_threads
+def test_step_that_fails_frees_the_activations(pipe: Pipe) -> None:
+    """With a loss for each micro-batch, before the last of them begins."""
+    watch = Watch()
+    pipeline = pipe(nn.Sequential(watch, nn.Linear(3, 3).double()), mode="never", copy=False)
+    alive: list[int] = []
+
+    def step(x: Tensor) -> Tensor:
+        if alive:
+            raise OwnError
+        loss = pipeline(x).sum()
+        alive.append(watch.alive)
+        return loss
+
+    with pytest.raises(OwnError) as caught:
+        pipeline.by_micro_batch(step, rows(7))
+    gc.collect()
+
+    assert caught.traceback and alive[0] > 0 and watch.alive == 0
+
+
 @pytest.mark.usefixtures("no_collector")
 @with_and_without_threads
 def test_input_is_not_kept_by_the_output(pipe: Pipe) -> None:

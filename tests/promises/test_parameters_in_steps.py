@@ -1,6 +1,6 @@
 """Transparency: a step with a loss for each micro-batch meets its parameters as a plain one does.
 
-Here are also the tests of ``outside_gradients``, ``parameter_slots`` and ``values_on_layers``.
+Most tests of ``outside_gradients``, ``parameter_slots`` and ``values_on_layers`` are here.
 """
 
 from collections.abc import Callable
@@ -114,9 +114,14 @@ def test_hooks_see_sums(pipe: Pipe) -> None:
     assert total[0] == pytest.approx(total[1])
 
 
-def refused(pipe: Pipe, step: Callable[[Model, Tensor], Tensor], message: str) -> None:
+def refused(
+    pipe: Pipe,
+    step: Callable[[Model, Tensor], Tensor],
+    message: str,
+    layers: nn.Sequential | None = None,
+) -> None:
     """A step is refused, and the next one is right."""
-    model, plain = pair(pipe)
+    model, plain = pair(pipe, layers)
     pipeline = model.layers
     assert isinstance(pipeline, GPipe)
     with pytest.raises(RuntimeError, match=message):
@@ -144,6 +149,27 @@ def test_gradient_accumulated_in_the_step(pipe: Pipe) -> None:
     refused(pipe, step, "must come from the loss that training_step returns")
 
 
+class KeepsItsInput(nn.Linear):
+    """Keeps a number that it computes from its input."""
+
+    size: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = x.square().mean()
+        return super().forward(x)
+
+
+def test_loss_of_what_a_layer_computes_from_its_input(pipe: Pipe) -> None:
+    """Its gradient would not reach the stages before."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        return loss + sum(m.size for m in model.modules() if isinstance(m, KeepsItsInput))
+
+    layers = nn.Sequential(nn.Linear(3, 3), KeepsItsInput(3, 3)).double()
+    refused(pipe, step, "got a gradient for the input of stage 1", layers)
+
+
 def test_reentrant_checkpoint_around_the_pipeline(pipe: Pipe) -> None:
     def step(model: Model, x: Tensor, reentrant: bool = True) -> Tensor:
         h = checkpoint(model.before, x.requires_grad_(), use_reentrant=reentrant)
@@ -153,17 +179,58 @@ def test_reentrant_checkpoint_around_the_pipeline(pipe: Pipe) -> None:
     check(*pair(pipe), lambda model, x: step(model, x, False))
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_gradient_through_the_pipeline(unused: bool, pipe: Pipe) -> None:
-    """Once autograd said only that a tensor was not used in the graph."""
+SOURCES: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "the input": lambda model, x: x,
+    "before": lambda model, x: model.before.weight,
+    "a stage's": lambda model, x: next(model.layers.parameters()),
+    "another": lambda model, x: torch.zeros((), requires_grad=True),
+}
+THROUGH = "autograd.grad and backward in training_step must not go through the pipeline"
+
+
+@pytest.mark.parametrize(
+    "source, allow_unused",
+    [
+        ("another", False),
+        *((name, allow) for name in SOURCES if name != "another" for allow in (0, 1)),
+    ],
+)
+def test_gradient_through_the_pipeline(source: str, allow_unused: bool, pipe: Pipe) -> None:
+    """Once autograd said that a tensor was not used in the graph, or returned None for it."""
 
     def step(model: Model, x: Tensor) -> Tensor:
-        output = model(x.requires_grad_())
-        source = torch.zeros((), requires_grad=True) if unused else x
-        [gradient] = torch.autograd.grad(output.sum(), source, create_graph=True)
-        return output.mean() + gradient.square().sum()
+        x = x.detach().requires_grad_()
+        output = model(x)
+        gradients = torch.autograd.grad(
+            output.sum(),
+            [model.after.bias, SOURCES[source](model, x)],
+            create_graph=True,
+            allow_unused=bool(allow_unused),
+        )
+        return output.mean() + sum(g.square().sum() for g in gradients if g is not None)
 
-    refused(pipe, step, "torch.autograd.grad in training_step must not go through the pipeline")
+    refused(pipe, step, THROUGH)
+
+
+def test_backward_through_the_pipeline(pipe: Pipe) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    refused(pipe, step, THROUGH)
+
+
+def test_gradient_after_the_pipeline(pipe: Pipe) -> None:
+    """Of what follows, with a penalty on all weights, whose gradients are those of stages, too."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        output = model(x)
+        penalty = sum(p.square().sum() for p in model.parameters())
+        [gradient] = torch.autograd.grad(output.exp().sum(), model.after.weight, create_graph=True)
+        return output.mean() + gradient.sum() / len(x) + 0.1 * penalty
+
+    check(*pair(pipe), step)
 
 
 def test_gradient_within_what_is_around(pipe: Pipe) -> None:
@@ -190,6 +257,28 @@ def test_gradient_penalty_without_the_pipeline(pipe: Pipe) -> None:
     assert isinstance(model.layers, GPipe)
     chain = [model.layers[k] for k in range(len(model.layers))]
     check(model, plain, step)
+
+
+class Doubled(nn.Module):
+    """Calls a layer with twice its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = {"weight": 2 * self.linear.weight}
+        return torch.func.functional_call(self.linear, weight, (x,))
+
+
+def test_layer_that_calls_another_with_other_parameters(pipe: Pipe) -> None:
+    """It puts a tensor into a slot, and then a shadow: not into that of the caller's code."""
+    model, plain = pair(pipe, nn.Sequential(*[Doubled() for _ in range(4)]))
+    before = list(model.parameters())
+
+    check(model, plain, lambda model, x: model(x).square().mean())
+
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
 
 
 # Values that the step keeps on layers.

@@ -240,6 +240,15 @@ def test_drawn_steps_that_draw(case: Case, around: Around) -> None:
     assert_same(*found)
 
 
+def test_threads_or_one_thread_as_is_faster(pipe: Pipe) -> None:
+    pipeline = pipe(perceptron(), mode="never", threads="auto")
+
+    for _ in range(20):
+        pipeline.by_micro_batch(lambda x: pipeline(x).mean(), rows(7))
+
+    assert pipeline.engine.found_way is not None
+
+
 def test_interleaved_stages(pipe: Pipe) -> None:
     plain = perceptron(8)
     pipeline = pipe(plain, stages=4, devices=2, chunks=4, mode="never")

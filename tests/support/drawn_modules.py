@@ -144,7 +144,8 @@ class Drawn(L.LightningModule):
         x = first = self.enter(batch["tokens" if self.model.enter == "embedding" else "x"])
         for part, module in zip(self.model.parts, self.parts, strict=True):
             x = part.run(module, x, batch["mask"])
-        return self.head((x + first if self.model.skip else x).mean(1)), first
+        x = (x + first if self.model.skip else x).mean(1)
+        return self.head(F.layer_norm(x, (W,), eps=EPS)), first  # a norm, lest a fit diverges
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits, first = self(batch)

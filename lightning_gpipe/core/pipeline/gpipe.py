@@ -311,7 +311,7 @@ class GPipe(StandIn):
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
-        """Which micro-batches are recomputed."""
+        """The micro-batches that are recomputed, as the argument of this name says."""
         return self.piped_modules[0].pipeline.activation_checkpointing
 
     @activation_checkpointing.setter
@@ -401,7 +401,7 @@ class GPipe(StandIn):
 
     @property
     def microbatching(self) -> MicroBatching:
-        """How a mini-batch is split into micro-batches."""
+        """The object that splits a mini-batch into micro-batches, and merges the outputs."""
         return self.piped_modules[0].pipeline.microbatching
 
     @property

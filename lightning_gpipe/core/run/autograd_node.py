@@ -55,29 +55,31 @@ class BackwardOnce:
     """The backward of a pair of nodes, which runs once.
 
     Args:
-        compute: Computes the gradients of the sources from those of the outputs.
+        compute: Computes the gradients of the sources from those of the outputs; None if the
+            backward must not run yet.
         twice: The message for a backward that is to be differentiated.
-        again: The message for a second backward.
+        again: The message for a second backward, or an early one.
 
     Attributes:
+        compute: The function, until it has run.
         gradients: The gradients of the outputs, once their node has run.
     """
 
-    def __init__(self, compute: Compute, twice: str = _TWICE, again: str = _AGAIN) -> None:
+    def __init__(self, compute: Compute | None, twice: str = _TWICE, again: str = _AGAIN) -> None:
         self.gradients: Sequence[Tensor | None] = ()
-        self._compute: Compute | None = compute
+        self.compute = compute
         self._twice, self._again = twice, again
 
     def check(self) -> None:
         """Raise if backward would have to run a second time, or to be differentiated."""
         if torch.is_grad_enabled():
             raise RuntimeError(self._twice)
-        if self._compute is None:
+        if self.compute is None:
             raise RuntimeError(self._again)
 
     def run(self) -> Iterable[Tensor | None]:
         """Compute the gradients of the sources, and drop all that is needed for it."""
-        compute, self._compute = self._compute, None  # the user may keep the output alone
+        compute, self.compute = self.compute, None  # the user may keep the output alone
         gradients, self.gradients = self.gradients, ()
         assert compute is not None, "it runs once"
         return compute(gradients)
@@ -130,20 +132,30 @@ def _run_backward_phase(
 class StepOutputs:
     """The outputs of one micro-batch, in which the graph of the caller's code ends.
 
+    Args:
+        outputs: The outputs, in no graph.
+        sources: Leaves that they depend on; the code must not ask autograd for these gradients.
+        refusal: The message if it does.
+
     Attributes:
         outputs: The outputs, in the caller's graph.
-        anchor: The leaf in which that graph ends, if an output requires a gradient.
+        end: The leaf and the node in which that graph ends, if an output requires a gradient.
     """
 
-    def __init__(self, outputs: FlatTree) -> None:
+    def __init__(self, outputs: FlatTree, sources: Iterable[Tensor], refusal: str) -> None:
         self._leaves = leaves = _Leaves.among([outputs])
-        self._backward = BackwardOnce(list)  # nothing is behind the anchor
-        self.anchor: Tensor | None = None
+        self._backward = BackwardOnce(None, refusal, refusal)
+        self.end: tuple[Tensor, Any] | None = None
         self.outputs = outputs
         if leaves.places:
-            self.anchor = torch.zeros((), device="cpu", requires_grad=True)
-            tensors = _Outputs.apply(self._backward, leaves.detached([outputs]), self.anchor)
+            anchor = torch.zeros((), device="cpu", requires_grad=True)
+            tensors = _Outputs.apply(self._backward, leaves.detached([outputs]), anchor, *sources)
+            self.end = anchor, tensors[0].grad_fn
             [self.outputs] = leaves.replaced([outputs], tensors)
+
+    def allow_backward(self) -> None:
+        """Let a backward go through the outputs, once the caller's code has ended."""
+        self._backward.compute = list  # nothing is behind the anchor
 
     def take_gradients(self) -> Gradients:
         """Return the gradients of the leaves, after the caller's backward; no longer held here."""
@@ -222,7 +234,7 @@ class _Outputs(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, backward: BackwardOnce, outputs: Sequence[Tensor], scalar: Tensor
+        ctx: Any, backward: BackwardOnce, outputs: Sequence[Tensor], *sources: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.backward_once = backward
@@ -234,4 +246,5 @@ class _Outputs(Function):
         backward: BackwardOnce = ctx.backward_once
         backward.check()
         backward.gradients = gradients
-        return (None, None, torch.zeros((), device="cpu"))
+        others = [None] * (len(ctx.needs_input_grad) - 3)
+        return (None, None, torch.zeros((), device="cpu"), *others)

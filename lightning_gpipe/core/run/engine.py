@@ -171,28 +171,28 @@ class Engine:
         with self._transport.exclusive():
             self._equipment.unfinished.settle()
             outside = OutsideGradients(modules, self._journal)
-        context = Context.capture(self.layout.devices_here)
-        execution = Execution([])
-        if self.ways is not None:
-            work = self._parameters / schedule.n
-            execution = self.ways.next(schedule, 1, schedule.m * schedule.n, work)
-        values = self._values_on_layers
-        code = UserStep(function, schedule.m, losses, context, outside, values)
-        minibatch = StepMiniBatch(
-            self._equipment,
-            schedule,
-            code,
-            outside,
-            context,
-            label=self._label,
-            execution=execution,
-            division=division,
-        )
-        self.code = code
-        try:
-            loss = self._side_channels.watch(minibatch.run)
-        finally:
-            self.code = None
+            context = Context.capture(self.layout.devices_here)
+            execution = Execution([])
+            if self.ways is not None:
+                work = self._parameters / schedule.n
+                execution = self.ways.next(schedule, 1, schedule.m * schedule.n, work)
+            values = self._values_on_layers
+            code = UserStep(function, schedule.m, losses, context, outside, values)
+            minibatch = StepMiniBatch(
+                self._equipment,
+                schedule,
+                code,
+                outside,
+                context,
+                label=self._label,
+                execution=execution,
+                division=division,
+            )
+            self.code = code
+            try:
+                loss = self._side_channels.watch(minibatch.run)
+            finally:
+                self.code = None
         self._observe(minibatch.timeline)
         return loss, code.results
 

@@ -1,4 +1,4 @@
-"""What a block can see when it is called, and must still see when it runs.
+"""The values that a block sees when it is called, and must still see when it runs.
 
 All blocks run when the last one is called. What a forward sets around a call and resets would have
 the later value by then: an attribute or a hook of the block, noise on its weights, a context
@@ -22,7 +22,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class CallState:
-    """What is seen by a call that is recorded.
+    """The values that a recorded call sees: attributes, hooks, context variables, arguments.
 
     Args:
         call: The call of a block, or of an operator between two blocks.

@@ -142,8 +142,13 @@ def saved_by(node: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(node) if name.startswith("_raw_saved"))
 
 
-def graph_behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]:
-    """The leaves that backward from ``roots`` would reach, and the nodes that compute gradients."""
+def graph_behind(
+    roots: Iterable[Root | None], *, until: Any = None
+) -> tuple[list[Tensor], list[Any]]:
+    """The leaves that backward from ``roots`` would reach, and the nodes that compute gradients.
+
+    Without the node ``until``, and what is behind it alone.
+    """
     leaves: list[Tensor] = []
     nodes: list[Any] = []
     waiting: list[Any] = []
@@ -152,8 +157,9 @@ def graph_behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]
             leaves.append(root)
         elif root is not None:
             waiting.append(root.grad_fn if isinstance(root, Tensor) else root.node)
-    seen = set(waiting)
-    waiting = list(dict.fromkeys(waiting))  # an output may be there twice
+    seen = {*waiting, until}
+    # An output may be there twice.
+    waiting = [node for node in dict.fromkeys(waiting) if node is not until]
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):

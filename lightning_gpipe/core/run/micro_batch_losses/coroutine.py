@@ -42,7 +42,6 @@ class Coroutine:
         self._module = greenlets()
         self._greenlet = self._module.greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
-        self._closing = False
 
     @property
     def ended(self) -> bool:
@@ -64,20 +63,13 @@ class Coroutine:
 
     def suspend(self, value: Any) -> Any:
         """Return to the code that resumed it; to be called in it."""
-        if self._closing:
-            raise RuntimeError(
-                "code that ends because a step has failed, such as a finally block, must not call "
-                "the pipeline: got a call of it."
-            )
         return self._greenlet.parent.switch(value)
 
     def close(self) -> None:
         """End it where it is suspended; its ``finally`` blocks run, and may raise."""
-        self._closing = True
         if not self._greenlet.dead:
             with suppress(RunCancelled):
                 self._greenlet.throw(RunCancelled)
-        self._function = None
 
     def _run(self, _: Any) -> Any:
         function, self._function = self._function, None

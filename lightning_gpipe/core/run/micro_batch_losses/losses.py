@@ -200,12 +200,10 @@ def _scaled(
     """Scale the gradients of the leaves by that of the loss."""
     [gradient] = of_loss
     assert gradient is not None, "the loss is the only output"
-    try:
-        with streams.entered():
-            _multiply(gradients, gradient.detach() / seed.to(gradient))
-        streams.lend(gradients)
-    finally:
-        streams.rejoin()
+    with streams.entered():
+        _multiply(gradients, gradient.detach() / seed.to(gradient))
+    streams.lend(gradients)
+    streams.rejoin()
     return gradients
 
 

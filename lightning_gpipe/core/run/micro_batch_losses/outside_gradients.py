@@ -63,7 +63,7 @@ class OutsideGradients:
         roots: Sequence[Root | None],
         gradients: Sequence[Tensor | None],
         *,
-        end: Tensor | None = None,
+        end: tuple[Tensor, Any] | None = None,
         keep: Callable[[set[Any]], bool] = lambda nodes: False,
     ) -> None:
         """Run backward through the caller's graph of one micro-batch.
@@ -71,19 +71,21 @@ class OutsideGradients:
         Args:
             roots: The roots.
             gradients: The gradients of the roots.
-            end: A leaf whose gradient is not wanted.
+            end: A leaf that backward must reach, and the node before it.
             keep: Tells from the nodes of the graph whether another backward needs it.
         """
-        leaves, nodes = graph_behind(roots)
+        anchor, node = end or (None, None)
+        leaves, nodes = graph_behind(roots, until=node)
         if any(type(node).__name__ == _REENTRANT for node in nodes):
             raise RuntimeError(
                 "checkpoint() around a pipeline must not be reentrant with a loss for each "
                 "micro-batch: got one with use_reentrant=True. Write use_reentrant=False."
             )
-        found = gradients_of(leaves, roots, gradients, keep=keep(set(nodes)))
+        reached = leaves if anchor is None else [*leaves, anchor]
+        found = gradients_of(reached, roots, gradients, keep=keep(set(nodes)))
         shadows, sums = [], []
-        for leaf, gradient in zip(leaves, found, strict=True):
-            if gradient is not None and leaf is not end:
+        for leaf, gradient in zip(leaves, found, strict=False):
+            if gradient is not None:
                 shadows.append(root_of(self._shadow_of(leaf)))
                 sums.append(gradient)
         run_backward(shadows, sums)
@@ -122,5 +124,5 @@ class OutsideGradients:
 
 
 def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
-    """What changes when a gradient is accumulated or replaced."""
+    """A value that changes when a gradient is accumulated or replaced."""
     return None if gradient is None else (id(gradient), gradient._version)

@@ -62,7 +62,7 @@ class StepMiniBatch(MiniBatchRun):
 
     def run(self) -> Tensor | None:
         """Run the phase; returns the loss, None if the code returned None for all micro-batches."""
-        code, error = self._code, None
+        code = self._code
         try:
             with SharedErrors(self.equipment.transport), self.session:
                 self.begin()
@@ -78,13 +78,13 @@ class StepMiniBatch(MiniBatchRun):
                 )
                 library.end()
                 self.finish_forward(self.ties.everywhere)
-            return None if code.losses.skipped else self._loss()
-        except BaseException as raised:
-            error = raised
-            self.refuse_gradients()
+            loss = None if code.losses.skipped else self._loss()
+            code.close(None)
+            return loss
+        except BaseException as error:
+            code.close(error)
             raise
         finally:
-            code.close(error)
             self.release()
 
     def _loss(self) -> Tensor:
@@ -158,6 +158,7 @@ class StepMiniBatch(MiniBatchRun):
         tasks = self.tasks(
             exchange, self._context.without_autocast(), self._context, told=bool(told)
         )
+        self._code.trained = [p for each in self.passes for p in each.shadows.parameters]
         self._code.undisturbed = together([task.using for task in tasks])
         caller_task = CallerTask(
             self.timeline, self._code, exchange, self._context, first, self._set_program, told

@@ -48,6 +48,13 @@ from lightning_gpipe.core.transport import Exchange
 
 Function = Callable[[int], Any]  # runs the caller's code for a micro-batch, and returns its result
 
+_THROUGH_PIPELINE = (
+    "torch.autograd.grad and backward in training_step must not go through the pipeline, with a "
+    "loss for each micro-batch: got a tensor that the differentiated one does not depend on, or "
+    "only through the pipeline. For a gradient penalty or a Jacobian, run the layers one by one: "
+    "for layer in self.layers: x = layer(x)."
+)
+
 
 class Call(NamedTuple):
     """A call of the pipeline by the caller's code: its inputs, and the program of the stages."""
@@ -60,6 +67,7 @@ class _GraphBefore(NamedTuple):
     """The graph that the code made before its call, and the time before it."""
 
     roots: list[Root | None]
+    leaves: list[Tensor]
     nodes: frozenset[Any]
     since: int
 
@@ -75,6 +83,7 @@ class UserStep:
         undisturbed: A ``with`` block in which no worker uses the modules.
         exchange: The exchange of the phase, while it is open.
         answers: Numbers what processes compute together while it is.
+        trained: The parameters of the stages that have gradients.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class UserStep:
         self.undisturbed: Manager = NOTHING
         self.exchange: Exchange | None = None
         self.answers = count()
+        self.trained: Sequence[Tensor] = ()
         self._state = ThreadState.capture()
         self._before: dict[int, _GraphBefore] = {}
 
@@ -138,8 +148,8 @@ class UserStep:
         assert isinstance(call, Call), "it was suspended by its call"
         roots = [root_of(leaf) for leaf in call.inputs.leaves]
         kept = map(root_of, self._values.at_call(i))  # which stages use, too
-        nodes = frozenset(graph_behind([*roots, *kept])[1])
-        self._before[i] = _GraphBefore(roots, nodes, since)
+        leaves, nodes = graph_behind([*roots, *kept])
+        self._before[i] = _GraphBefore(roots, leaves, frozenset(nodes), since)
         return call
 
     def finish(
@@ -152,26 +162,28 @@ class UserStep:
         Returns:
             The gradients of the leaves of the outputs; none if there are none.
         """
-        step_outputs = StepOutputs(outputs)
+        before = self._before[i]
+        sources = () if i else (*before.leaves, *self.trained)  # the code is the same for all
+        step_outputs = StepOutputs(outputs, sources, _THROUGH_PIPELINE)
         try:
             result = self._resume(i, presented(step_outputs.outputs))
         except RuntimeError as error:
             _refuse_gradient_through_pipeline(error)
             raise
+        step_outputs.allow_backward()
         loss_and_seed = self.losses.add(i, result)
         self.results[i] = self._end(i, result)
         del result
         if loss_and_seed is None:
             return []
         loss, seed = loss_and_seed
-        before = self._before[i]
         del loss_and_seed
 
         def keep(nodes: set[Any]) -> bool:
             shared = not before.nodes.isdisjoint(nodes)
             return shared or any_saved_before(nodes, before.since)
 
-        self._run_backward(i, [root_of(loss)], [seed], end=step_outputs.anchor, keep=keep)
+        self._run_backward(i, [root_of(loss)], [seed], end=step_outputs.end, keep=keep)
         return step_outputs.take_gradients()
 
     def skip(self, i: int) -> None:
@@ -247,9 +259,4 @@ class UserStep:
 def _refuse_gradient_through_pipeline(error: RuntimeError) -> None:
     """Raise a clear error for autograd's, which finds no way from the outputs to the inputs."""
     if "not have been used in the graph" in str(error):
-        raise RuntimeError(
-            "torch.autograd.grad in training_step must not go through the pipeline, with a loss "
-            "for each micro-batch: got a tensor that the differentiated one does not depend on, or "
-            "only through the pipeline. For a gradient penalty or a Jacobian, run the layers "
-            "one by one: for layer in self.layers: x = layer(x)."
-        ) from error
+        raise RuntimeError(_THROUGH_PIPELINE) from error

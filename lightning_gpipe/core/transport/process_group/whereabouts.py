@@ -1,4 +1,4 @@
-"""What each process waits for, so that processes that wait for different things end.
+"""The operations that processes wait for, so that those that wait for different ones end.
 
 Processes that are alive may still wait in vain, each for another one. So each numbers what it does
 together with others, by the group that does it, and its heartbeats carry these numbers and what it
@@ -41,7 +41,7 @@ _COLLECTIVES = str(Path(torch.distributed.__file__).parent)
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What one process does.
+    """The present operation of one process, and the line of the user's code that runs.
 
     Attributes:
         line: The line of the user's code that runs; empty if there is none.

@@ -83,6 +83,15 @@ def test_greenlet_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         Coroutine(lambda: None)
 
 
+def test_module_that_greenlet_needs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+    monkeypatch.setattr(module, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'other'$"):
+        Coroutine(lambda: None)
+
+
 def greenlet_is_imported() -> list[bool]:
     GPipeStrategy([1, 1], split_backward=True)
     model = GPipe(perceptron(2), [1, 1], chunks=2, split_backward=True)
