@@ -129,10 +129,12 @@ class Link:
         """End all connections of the group, and with them all waits for them."""
         abort_gloo(self._group, self.rank)
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float) -> bool:
         """Wait for the receiving thread to end, which it does when the other process closes."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _send(self, content: Tensor, tag: int, *, copied: bool) -> PendingSend:
         try:
