@@ -36,7 +36,7 @@ class ByRows(nn.Linear):
     """Has a gradient that depends on the number of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = Averaged.apply(super().forward(x))  # type: ignore[no-untyped-call]  # of PyTorch
+        output: Tensor = Averaged.apply(super().forward(x))
         return output
 
 

@@ -61,6 +61,7 @@ class Office:
         ledger: The state of the others.
         links: The connections to them.
         requests: The requests to all of them.
+        on_lost: Called with the global ranks that are lost, and how, if not None.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Office:
         self._open = False  # for exchanges
         self._listens = False
         self._lost_at = math.inf  # when a loss became known
+        self.on_lost: Callable[[Sequence[int], str], None] | None = None
 
     def open(self) -> None:
         """Be ready for exchanges, until :meth:`pause` or :meth:`close`."""
@@ -152,6 +154,12 @@ class Office:
         """Return which processes have ended and cannot come any more, or None."""
         with self._lock:
             return self.ledger.ended
+
+    def hear_of_loss(self, ranks: Sequence[int], how: str) -> None:
+        """Record a loss of some global ranks, which another office of this process knows of."""
+        own = [k for k, rank in enumerate(self.ranks) if rank in ranks]
+        if own:
+            self._lose(own, Failure(tuple(own), how), told=True)
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
         """Call ``act``, on another thread, when waiting for another process is in vain."""
@@ -303,6 +311,8 @@ class Office:
             self._tell_loss(Failure(failure.ranks, how))
         if recipient is not None:
             recipient.fail(failure)
+        if self.on_lost is not None:
+            self.on_lost([self.ranks[k] for k in ranks], failure.how)
         self._user_collectives.abort()
 
     def _tell_loss(self, failure: Failure) -> None:

@@ -23,7 +23,6 @@ from lightning_gpipe.core.transport.process_group.wire.message import Header, Ma
 from lightning_gpipe.core.transport.threads import JOIN, WorkerThread
 
 _POLL = 0.2  # seconds
-_SENT, _TOLD = "gpipe-sent", "gpipe-told"  # threads that wait for sends of values and of messages
 _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
 
 
@@ -54,9 +53,8 @@ class Links:
         self._lock = threading.Lock()
         self._sends: list[PendingSend] = []  # of memory that must stay unchanged
         self._copies: list[PendingSend] = []
-        # What is told must not wait behind values for a process that is stopped.
-        self._waiters: dict[str, WorkerThread] = {}
-        self._ended: list[WorkerThread] = []  # that may wait still
+        self._waiter: WorkerThread | None = None
+        self._earlier: list[WorkerThread] = []  # that may wait still
 
     def __getitem__(self, rank: int) -> Link:
         return self._by_rank[rank]
@@ -65,10 +63,9 @@ class Links:
         return iter(self._by_rank.values())
 
     def start(self) -> None:
-        """Start the threads that receive, and those that wait for sends, unless they run."""
-        for name in (_SENT, _TOLD):
-            if name not in self._waiters or not self._waiters[name].is_alive():
-                self._waiters[name] = WorkerThread(name)
+        """Start the threads that receive, and the one that waits for sends, unless they run."""
+        if self._waiter is None or not self._waiter.is_alive():
+            self._waiter = WorkerThread("gpipe-sent")
         for link in self:
             link.start()
 
@@ -101,15 +98,15 @@ class Links:
             copies = self._copies if len(self._copies) > _MOST_COPIES else []
             self._copies = [] if copies else self._copies
         if copies:
-            self._event(_SENT, copies, all)  # nobody waits for it: the thread frees the copies
+            self._event(copies, all)  # nobody waits for it: the thread frees the copies
         if sends:
-            completed = self._event(_SENT, sends, all)
+            completed = self._event(sends, all)
             while not completed.wait(_POLL):
                 check()
 
     def over(self, sends: Sequence[PendingSend]) -> threading.Event:
-        """Return an event that is set once each message told has been sent, or cannot be."""
-        return self._event(_TOLD, sends, lambda completed: True)
+        """Return an event that is set once each of the sends has completed or failed."""
+        return self._event(sends, lambda completed: True)
 
     def join(self, timeout: float, *, but: Collection[int] = ()) -> bool:
         """Wait until nothing more is received from any process but some; return True if so."""
@@ -123,12 +120,12 @@ class Links:
             link.abort()
 
     def end(self, timeout: float = JOIN) -> None:
-        """End the threads that wait for sends; after :meth:`abort` these wait no longer."""
-        self._ended += self._waiters.values()
-        self._waiters = {}
-        for waiter in self._ended:
+        """End the thread that waits for sends, or leave it to a later call, after :meth:`abort`."""
+        self._earlier += [] if self._waiter is None else [self._waiter]
+        self._waiter = None
+        for waiter in self._earlier:
             waiter.end(timeout)
-        self._ended = [waiter for waiter in self._ended if waiter.is_alive()]
+        self._earlier = [waiter for waiter in self._earlier if waiter.is_alive()]
 
     def _send(self, rank: int, send: Callable[[], Sequence[PendingSend]]) -> None:
         try:
@@ -141,7 +138,7 @@ class Links:
             self._copies += (send for send in sends if send.copied)
 
     def _event(
-        self, waiter: str, sends: Sequence[PendingSend], suffices: Callable[[list[bool]], bool]
+        self, sends: Sequence[PendingSend], suffices: Callable[[list[bool]], bool]
     ) -> threading.Event:
         """Return an event that is set after all sends, if their outcomes suffice."""
         event = threading.Event()
@@ -150,7 +147,8 @@ class Links:
             if suffices(list(map(_completes, sends))):
                 event.set()
 
-        self._waiters[waiter].put(wait_for_all)
+        assert self._waiter is not None, "it was started"
+        self._waiter.put(wait_for_all)
         return event
 
 
