@@ -2,7 +2,6 @@
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistStoreError
 
-from tests.support.endings import Ending, endings, script
+from tests.support.endings import endings
 from tests.support.lightning_modules import Classifier, Data
+from tests.support.stopping import run
 from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -91,31 +91,22 @@ STOPS = [
 ]
 
 
-def stopped(folder: Path, method: str, place: str) -> tuple[Ending, bool]:
-    """How a script ends of which a process stops, and whether that is left on the machine."""
-    folder.mkdir()
-    number = folder / "number"
-    with script(folder / "said", "tests.support.stopping", method, str(number), place) as ending:
-        try:
-            os.kill(int(number.read_text(encoding="utf-8")), 0)
-        except ProcessLookupError:
-            return ending, False
-        return ending, True
-
-
 def test_process_ends_with_the_one_that_has_started_it(tmp_path: Path) -> None:
     """Once a stopped process stayed on the machine for ever, since it gets no SIGTERM.
 
     A main process that had forked it waited for it at its end, also for ever.
     """
-    with ThreadPoolExecutor() as pool:  # the scripts wait most of the time
-        runs = [
-            pool.submit(stopped, tmp_path / f"{method}-{place}", method, place)
-            for method, place, _, _ in STOPS
-        ]
+    files = [tmp_path / f"{method} {place}" / "number" for method, place, _, _ in STOPS]
+    for file in files:
+        file.parent.mkdir()
+    cases = [
+        (method, str(file), place) for file, (method, place, _, _) in zip(files, STOPS, strict=True)
+    ]
 
-    for (*_, status, error), run in zip(STOPS, runs, strict=True):
-        ending, left = run.result()
+    found = endings(tmp_path, 1, run, cases)
+
+    for file, (*_, status, error), [ending] in zip(files, STOPS, found, strict=True):
         assert ending.status == status
         assert error in ending.said
-        assert not left
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text(encoding="utf-8")), 0)

@@ -46,7 +46,7 @@ def endings(
 
     Args:
         folder: An empty one.
-        size: How many processes a group has.
+        size: How many processes a group has; one alone is in no process group.
         function: A function of a module.
         cases: Its arguments in each group.
     """
@@ -102,7 +102,8 @@ def _fork(size: int, folder: Path, cases: int) -> int | None:
                 file = os.open(output, os.O_WRONLY | os.O_CREAT)
                 os.dup2(file, 1)
                 os.dup2(file, 2)
-                join_group(rank, size, str(folder / f"store-{case}"))
+                if size > 1:
+                    join_group(rank, size, str(folder / f"store-{case}"))
                 return case
             groups[-1][output] = child
     print(json.dumps([_ends(group) for group in groups]))
