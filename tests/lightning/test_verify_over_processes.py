@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe import GPipe, PaddedSequences, verify
 from tests.lightning.test_processes import assert_equal
 from tests.support.language_models import LanguageModel, Text
 from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, Data, six_layers
 from tests.support.models import Centred
 from tests.support.processes import said
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, group_of
 from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -86,11 +87,12 @@ class AcrossRows(nn.Module):
         return self.block(x, mask) - x.mean(0)
 
 
-def fit(root: Path, name: str, verify: bool, messages: Any = ()) -> Any:
+def fit(root: Path, name: str, verify: bool, processes: str = "per_stage") -> Any:
     """The weights of this process, and the state of its generator, after a fit; or its error."""
     torch.manual_seed(0)
     model = Classifier(layers=LAYERS[name]())
-    made = trainer_over(root, "per_stage", [2, 4], {"verify": verify}, max_epochs=1)
+    balance = {"per_stage": [2, 4], "per_node": [1, 2, 2, 1]}[processes]
+    made = trainer_over(root, processes, balance, {"verify": verify}, max_epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         error = said(lambda: made.fit(model, datamodule=Data(shuffle=True)))
@@ -99,9 +101,20 @@ def fit(root: Path, name: str, verify: bool, messages: Any = ()) -> Any:
     return error, {"weights": own, "random": torch.rand(())}, reported
 
 
-@pytest.mark.parametrize("name", ["plain", "dropout", "first_frozen", "last_frozen"])
-def test_fit_is_the_same(tmp_path: Path, two_ranks: Pool, name: str) -> None:
-    verified, plain = (two_ranks.run(fit, tmp_path, name, verify) for verify in (True, False))
+@pytest.mark.parametrize(
+    "name, processes",
+    [
+        ("plain", "per_stage"),
+        ("dropout", "per_stage"),
+        ("dropout", "per_node"),
+        ("first_frozen", "per_stage"),
+        ("last_frozen", "per_stage"),
+    ],
+)
+def test_fit_is_the_same(tmp_path: Path, two_ranks: Pool, name: str, processes: str) -> None:
+    verified, plain = (
+        two_ranks.run(fit, tmp_path, name, verify, processes) for verify in (True, False)
+    )
 
     for (error, found, reported), (_, expected, _) in zip(verified, plain, strict=True):
         assert error == "none"
@@ -167,3 +180,45 @@ def test_stage_whose_block_mixes_rows_is_named(
     for error, _ in two_ranks.run(fit_blocks, tmp_path, mixing, True):
         assert error.startswith("RuntimeError | a pipeline must compute what its layers compute")
         assert "the output" in error
+
+
+class Longest(nn.Module):
+    """Reads how long the longest row of its batch is."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, lengths = batch
+        return x / x.size(1), lengths
+
+
+class Each(nn.Module):
+    """Treats each row by itself, whatever its padding."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, lengths = batch
+        return x.sin() + 1, lengths
+
+
+def verify_padded(longest: int | None) -> str:
+    """What a pipeline without a Trainer says about padded rows."""
+    layers = nn.Sequential(*(Longest() if k == longest else Each() for k in range(4)))
+    sequences = PaddedSequences(1, trim=[0], pad_outputs=[0])
+    pipeline = GPipe(
+        layers,
+        [1, 1, 1, 1],
+        devices=["cpu"] * 4,
+        chunks=3,
+        microbatching=sequences,
+        owners=[0, 0, 1, 1],
+        group=group_of(2),
+    )
+    x = torch.linspace(0, 1, 30).double().reshape(6, 5)
+    found = verify(pipeline, (x, torch.tensor([1, 5, 2, 4, 3, 2])))
+    pipeline.close()
+    return str(found)
+
+
+def test_padded_rows_without_a_trainer(two_ranks: Pool) -> None:
+    for found in two_ranks.run(verify_padded, None):
+        assert found.startswith("verified: ")
+    for found in two_ranks.run(verify_padded, 1):
+        assert "between a plain run and one in 3 micro-batches, the output" in found
