@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.office import Office
 from lightning_gpipe.core.transport.process_group.wire.envelope import FRAME, open_message
-from lightning_gpipe.core.transport.process_group.wire.message import MessageCode
+from lightning_gpipe.core.transport.process_group.wire.links import Links
+from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode
 from tests.support.faults import OwnError
 from tests.support.waiting import NEVER, PATIENCE
 
@@ -113,3 +114,18 @@ def test_process_that_others_know_as_lost_is_neither_told_nor_awaited(
     assert not telling.is_alive()
     assert not closing.is_alive()
     assert lost[0] == ([5], "is lost: it says nothing")
+
+
+def test_process_that_has_ended_is_told_but_not_awaited() -> None:
+    """Once one that ended last waited for five seconds: the others read nothing any more."""
+    group: Any = PlayedGroup(stopped=True)
+    links = Links(group, lambda *_: True, lambda _: None, lambda *_: None)
+    links.start()
+    links[1].rest()
+
+    told = links.over(links.tell(Header(MessageCode.CLOSED, 0)))
+
+    assert told.wait(PATIENCE)
+    assert [group.told(MessageCode.CLOSED)[0] for _ in range(2)] == [1, 2]
+    group.ended.set()
+    links.end()

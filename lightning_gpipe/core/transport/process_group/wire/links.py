@@ -20,9 +20,10 @@ from lightning_gpipe.core.transport.process_group.wire.link import (
     PendingSend,
 )
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail
-from lightning_gpipe.core.transport.threads import JOIN, WorkerThread
+from lightning_gpipe.core.transport.threads import WorkerThread
 
 _POLL = 0.2  # seconds
+_JOIN = 1.0  # the same, for a thread whose waits have ended
 _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
 
 
@@ -83,12 +84,17 @@ class Links:
     def tell(
         self, header: Header, text: str = "", *, but: Collection[int] = ()
     ) -> list[PendingSend]:
-        """Send a header and a text to all processes but some."""
+        """Send a header and a text to all processes but some.
+
+        Returns:
+            The sends to those that receive: another one reads nothing until it starts again.
+        """
         sends: list[PendingSend] = []
         for link in self:
             if link.rank not in but:
-                with suppress(RuntimeError):  # the receiving thread notices the loss too
-                    sends += link.tell(header, text)
+                with suppress(RuntimeError), self._lock:  # the receiving thread notices a loss too
+                    told = self._copies if link.rests else sends
+                    told += link.tell(header, text)
         return sends
 
     def settle(self, check: Callable[[], None]) -> None:
@@ -119,7 +125,7 @@ class Links:
         for link in self:
             link.abort()
 
-    def end(self, timeout: float = JOIN) -> None:
+    def end(self, timeout: float = _JOIN) -> None:
         """End the thread that waits for sends, or leave it to a later call, after :meth:`abort`."""
         self._earlier += [] if self._waiter is None else [self._waiter]
         self._waiter = None
