@@ -161,6 +161,11 @@ class ProcessGroups:
             group.watchers = list(dict.fromkeys([watcher, self.lifeline]))
         watcher.on_lost_wait(self._abort)
 
+    def expect_failures(self) -> None:
+        """Await no explanation of errors of the network from now on, since this process fails."""
+        for group in self.host_groups:
+            group.watchers = ()
+
     def leave(self) -> None:
         """Close the connections; a process that waits for this one gets an error."""
         for group in self.host_groups:

@@ -138,12 +138,6 @@ class StrategyOptions:
             if value not in words:
                 known = ", ".join(map(repr, words))
                 raise ValueError(f"{name} must be one of {known}: got {value!r}.")
-        if self.verify is True and self.processes != "single":
-            raise ValueError(
-                "verify=True runs the whole model in one process, which must have all its values: "
-                f"got processes={self.processes!r}. Verify with processes='single', and leave it "
-                "out here."
-            )
 
     def _check_schedule(self) -> None:
         schedule = self.schedule

@@ -249,6 +249,7 @@ class Processes:
             patience = 0.0
         failure = self.groups.lifeline.failure(patience)
         self.groups.lifeline.tell(error)
+        self.groups.expect_failures()
         if failure is not None and broken:
             raise failure from error
         if failure is not None and not isinstance(error, RankFailed):

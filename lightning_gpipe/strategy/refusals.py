@@ -63,9 +63,10 @@ def check_environment(
         )
     if layer_sync is not None:
         raise ValueError(
-            "Trainer(sync_batchnorm=True) synchronises batch norms between processes, and a "
-            "pipeline has one process: leave it out. deferred_batch_norm=True, the default, keeps "
-            "their running statistics those of the whole batch."
+            "Trainer(sync_batchnorm=True) makes batch norms wait for those of other processes, but "
+            "stages run micro-batches on threads, in an order that differs between processes, and "
+            "normalise each by its own rows: leave it out. deferred_batch_norm=True, the default, "
+            "keeps the running statistics those of the whole batch of a pipeline."
         )
     for kind, owner in _FOREIGN_PRECISION.items():
         if isinstance(precision, kind):

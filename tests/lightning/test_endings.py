@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistStoreError
 
-from tests.support.endings import endings, script
+from tests.support.endings import endings
 from tests.support.lightning_modules import Classifier, Data
+from tests.support.stopping import run
 from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -59,43 +60,53 @@ def fit(root: str, rank: str, number: str) -> None:
     made.fit(Classifier(), datamodule=Data())
 
 
-@pytest.mark.parametrize("rank, number", [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
-def test_process_ends_with_the_error_of_a_lost_one(
-    tmp_path: Path, rank: int, number: signal.Signals
-) -> None:
+def test_process_ends_with_the_error_of_a_lost_one(tmp_path: Path) -> None:
     """Once the thread that ends other waits came back from Gloo when the interpreter had ended.
 
     That ended the process by SIGABRT, in half of the runs: "terminate called without an active
     exception", with an exit status of -6 in place of 1.
     """
-    found = endings(tmp_path, 3, fit, str(tmp_path), str(rank), str(int(number)))
+    lost = [(1, signal.SIGKILL), (0, signal.SIGSTOP)]
+    folders = [tmp_path / str(rank) for rank, _ in lost]
+    cases = [
+        (str(folder), str(rank), str(int(number)))
+        for folder, (rank, number) in zip(folders, lost, strict=True)
+    ]
 
-    assert found.pop(rank).status == -number
-    for each in found:
-        assert f"RankFailed: rank {rank} (stage {rank}) is lost: " in each.said
-        assert "terminate called" not in each.said
-        assert each.status == 1
+    found = endings(tmp_path, 3, fit, cases)
+
+    for (rank, number), group in zip(lost, found, strict=True):
+        assert group.pop(rank).status == -number
+        for each in group:
+            assert f"RankFailed: rank {rank} (stage {rank}) is lost: " in each.said
+            assert "terminate called" not in each.said
+            assert each.status == 1
 
 
-@pytest.mark.parametrize(
-    "method, place, status, error",
-    [
-        ("popen", "step", 1, "RankFailed: rank 1 (stage 1) is lost: "),
-        ("popen", "save", 0, "RankFailed: rank 0 has ended, while the last process to save a"),
-        ("fork", "step", 1, "KeyboardInterrupt"),
-    ],
-)
-def test_process_ends_with_the_one_that_has_started_it(
-    tmp_path: Path, method: str, place: str, status: int, error: str
-) -> None:
+# How the main process starts the other one, where that stops, the status and the error.
+STOPS = [
+    ("popen", "step", 1, "RankFailed: rank 1 (stage 1) is lost: "),
+    ("popen", "save", 0, "RankFailed: rank 0 has ended, while the last process to save a"),
+    ("fork", "step", 1, "KeyboardInterrupt"),
+]
+
+
+def test_process_ends_with_the_one_that_has_started_it(tmp_path: Path) -> None:
     """Once a stopped process stayed on the machine for ever, since it gets no SIGTERM.
 
     A main process that had forked it waited for it at its end, also for ever.
     """
-    number = tmp_path / "number"
+    files = [tmp_path / f"{method} {place}" / "number" for method, place, _, _ in STOPS]
+    for file in files:
+        file.parent.mkdir()
+    cases = [
+        (method, str(file), place) for file, (method, place, _, _) in zip(files, STOPS, strict=True)
+    ]
 
-    with script(tmp_path / "said", "tests.support.stopping", method, str(number), place) as ending:
+    found = endings(tmp_path, 1, run, cases)
+
+    for file, (*_, status, error), [ending] in zip(files, STOPS, found, strict=True):
         assert ending.status == status
         assert error in ending.said
         with pytest.raises(ProcessLookupError):
-            os.kill(int(number.read_text(encoding="utf-8")), 0)
+            os.kill(int(file.read_text(encoding="utf-8")), 0)

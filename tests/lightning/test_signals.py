@@ -16,12 +16,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
+from lightning_gpipe import GPipeStrategy
 from tests.support.faults import OwnError
-from tests.support.lightning_modules import Classifier, Data
+from tests.support.lightning_modules import Classifier, Data, trainer
+from tests.support.processes import said
 from tests.support.ranks import new_ranks
-from tests.support.trainers import trainer_over
+from tests.support.trainers import RankEnvironment, trainer_over
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -152,3 +155,43 @@ def test_error_is_told_before_callbacks_that_save_on_it(
         own = message == "OwnError | burnt"
         assert own if rank == 1 else message.startswith("RankFailed | rank 1 "), found
         assert own or "failed: OwnError: burnt" in message
+
+
+class Slurm(RankEnvironment, SLURMEnvironment):
+    """A job of SLURM, whose tasks are the ranks of this test."""
+
+    def __init__(self, on_each: int) -> None:
+        RankEnvironment.__init__(self, on_each)
+        self.auto_requeue = True
+        self.requeue_signal = signal.SIGUSR1
+
+
+def requeue() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def fit_in_job(root: Path) -> tuple[str, int]:
+    """What a fit ends with, and after which step, if one task gets SLURM's signal."""
+    os.environ |= {"SLURM_JOB_ID": "77", "PATH": f"{root}{os.pathsep}{os.environ['PATH']}"}
+    strategy = GPipeStrategy([2, 4], 3, processes="per_stage", lost_after=LOST_AFTER)
+    callbacks = [Act(1, "step", requeue)]
+    plugins = [Slurm(2)]
+    made = trainer(root, strategy, devices=2, max_epochs=20, callbacks=callbacks, plugins=plugins)
+    torch.manual_seed(0)
+    return said(lambda: made.fit(Slowly(1), datamodule=Data())), made.global_step
+
+
+def test_signal_of_slurm_to_one_task_saves_and_requeues_once(tmp_path: Path) -> None:
+    """Lightning's handler would save in the middle of a step of one process."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/requeued"\n', encoding="ascii")
+    scontrol.chmod(0o755)
+
+    with new_ranks(2) as ranks:
+        found = ranks.run(fit_in_job, tmp_path)
+
+    assert found == [("none", 60)] * 2, "SLURM ends the job, not the signal"
+    assert (tmp_path / "requeued").read_text(encoding="ascii") == "requeue 77\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+    assert 1 <= saved["global_step"] < 60
+    assert not any(each.is_meta for each in saved["state_dict"].values())

@@ -39,11 +39,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "lost_after must be positive",
     ),
-    (
-        {"processes": "per_stage", "verify": True},
-        ValueError,
-        "verify=True.*processes='per_stage'.*'single'",
-    ),
 ]
 
 

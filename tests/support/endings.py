@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,21 +36,25 @@ class Ending(NamedTuple):
     said: str
 
 
-def endings(folder: Path, size: int, function: Callable[..., None], *args: str) -> list[Ending]:
-    """How processes of one group end that run ``function(*args)`` and nothing after it.
+def endings(
+    folder: Path, size: int, function: Callable[..., None], cases: Sequence[Sequence[str]]
+) -> list[list[Ending]]:
+    """How processes end that run ``function(*args)`` and nothing after it: a group for each case.
 
-    One that is stopped is killed when all others have ended.
+    The groups run at the same time. A process that is stopped is killed when all others of its
+    group have ended.
 
     Args:
         folder: An empty one.
-        size: How many there are.
+        size: How many processes a group has; one alone is in no process group.
         function: A function of a module.
-        args: Its arguments.
+        cases: Its arguments in each group.
     """
     name = function.__module__, function.__name__
-    with script(folder / "said", __name__, str(folder), str(size), *name, *args) as (status, said):
+    args = __name__, str(folder), str(size), *name, json.dumps(cases)
+    with script(folder / "said", *args) as (status, said):
         assert status == 0, said
-    return [Ending(*each) for each in json.loads(said.splitlines()[-1])]
+    return [[Ending(*each) for each in group] for group in json.loads(said.splitlines()[-1])]
 
 
 @contextmanager
@@ -86,28 +90,34 @@ class _LongEnd:
         sleep(_LONG)
 
 
-def _fork(size: int, folder: Path) -> int | None:
-    """In each rank its number; in the first process None, when all have ended."""
-    children: list[int] = []
-    for rank in range(size):
-        child = os.fork()
-        if not child:
-            file = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            join_group(rank, size, str(folder / "store"))
-            return rank
-        children.append(child)
-    statuses = [os.waitpid(child, os.WUNTRACED)[1] for child in children]
-    for child, status in zip(children, statuses, strict=True):
+def _fork(size: int, folder: Path, cases: int) -> int | None:
+    """In each rank the number of its case; in the first process None, when all have ended."""
+    groups: list[dict[Path, int]] = []
+    for case in range(cases):
+        groups.append({})
+        for rank in range(size):
+            output = folder / f"{case}-{rank}"
+            child = os.fork()
+            if not child:
+                file = os.open(output, os.O_WRONLY | os.O_CREAT)
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                if size > 1:
+                    join_group(rank, size, str(folder / f"store-{case}"))
+                return case
+            groups[-1][output] = child
+    print(json.dumps([_ends(group) for group in groups]))
+    return None
+
+
+def _ends(children: dict[Path, int]) -> list[tuple[int, str]]:
+    """How the processes of a group have ended, and what each has written."""
+    statuses = [os.waitpid(child, os.WUNTRACED)[1] for child in children.values()]
+    for child, status in zip(children.values(), statuses, strict=True):
         if os.WIFSTOPPED(status):
             os.kill(child, signal.SIGKILL)
-    found = [
-        (_status(status), (folder / str(rank)).read_text(encoding="utf-8"))
-        for rank, status in enumerate(statuses)
-    ]
-    print(json.dumps(found))
-    return None
+    said = [output.read_text(encoding="utf-8") for output in children]
+    return list(zip(map(_status, statuses), said, strict=True))
 
 
 def _status(status: int) -> int:
@@ -118,9 +128,9 @@ def _status(status: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # OpenMP does not survive a fork
-    _folder, _size, _module, _name, *_args = sys.argv[1:]
+    _folder, _size, _module, _name, _cases = sys.argv[1:]
     _function: Any = getattr(importlib.import_module(_module), _name)
-    _rank = _fork(int(_size), Path(_folder))
-    if _rank is not None:
+    _case = _fork(int(_size), Path(_folder), len(json.loads(_cases)))
+    if _case is not None:
         _last = _LongEnd()
-        _function(*_args)
+        _function(*json.loads(_cases)[_case])

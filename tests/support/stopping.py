@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+import __main__
 from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import Classifier, Data, trainer
 from tests.support.waiting import awaited
@@ -56,6 +57,13 @@ def main(method: Any, file: Path, place: str) -> None:
     if made.global_rank == 1:
         note(file)
         made.save_checkpoint(file.with_suffix(".ckpt"))
+
+
+def run(method: str, file: str, place: str) -> None:
+    """In a process that was forked: what the script does that others are started with."""
+    __main__.__spec__ = None
+    sys.argv = [__file__, method, file, place]
+    main(method, Path(file), place)
 
 
 def interrupt(file: Path) -> None:

@@ -4,6 +4,7 @@ A mini-batch enters at stage 0 in micro-batches and leaves as one node in the ca
 workers in between interpret the schedule and decide nothing.
 """
 
+from lightning_gpipe.core.run.backward.roots import leaves_behind
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import greenlets
@@ -35,6 +36,7 @@ __all__ = [
     "check_threads",
     "greenlets",
     "in_layers",
+    "leaves_behind",
     "loss_and_weight",
     "pass_alone",
     "refuse_second_backward",

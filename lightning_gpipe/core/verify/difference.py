@@ -30,7 +30,7 @@ from lightning_gpipe.core.verify.named_values import (
     LOSS_TERMS,
     OUTPUT,
 )
-from lightning_gpipe.core.verify.runs import Run
+from lightning_gpipe.core.verify.runs import SOME, Run
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
 _WORDS = {
@@ -49,6 +49,7 @@ _AMPLIFIED = (
     "rounding alone changes it about as much, because the layers amplify it. To find other "
     "differences, call verify() in float64"
 )
+_OTHERS = "others for each micro-batch"
 BY_MICRO_BATCH = "which normalises by micro-batch"
 
 
@@ -243,7 +244,9 @@ class UnitSearch(DifferenceSearch):
             if norm := next(filter(normalises_by_batch, unit.module.modules()), None):
                 reasons.append(f"{name} has a {type(norm).__name__}, {BY_MICRO_BATCH}")
             if k in plain.drew:
-                reasons.append(f"{name} draws random numbers, others for each micro-batch")
+                reasons.append(f"{name} draws random numbers, {_OTHERS}")
+        if SOME in plain.drew:
+            reasons.append(f"a {self._subject.kind} draws random numbers, {_OTHERS}")
         if not reasons:
             return None
         return f"{'; '.join(reasons)}. To find other differences, call verify() in eval mode"
@@ -253,6 +256,28 @@ class UnitSearch(DifferenceSearch):
         gradients = plain.values[GRADIENTS].items()
         owners = (self._subject.owner_of(name) for name, x in gradients if x is not None)
         return min((owner for owner in owners if owner > k), default=len(plain.units) - 1)
+
+
+def most_exact(comparisons: Sequence[Comparison]) -> Comparison:
+    """Return the comparison of processes that locates a difference best, with the values of all.
+
+    Each process has compared the values of its stages. Those before a fault agree, and those after
+    it all differ, so the first to differ has the fewest suspects.
+    """
+    kinds = list(comparisons[0].compared)
+
+    def order(each: Comparison) -> tuple[bool, bool, int, int]:
+        found = each.difference
+        if found is None:
+            return True, True, 0, 0
+        explained = found.reason is not None and each.unrepeatable is None
+        return False, explained, kinds.index(found.kind), len(found.suspects)
+
+    compared = {
+        kind: list({x.name: x for each in comparisons for x in each.compared[kind]}.values())
+        for kind in kinds
+    }
+    return min(comparisons, key=order)._replace(compared=compared)
 
 
 def normalises_by_batch(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ def in_chunks(pipelines: Sequence[Pipeline], chunks: int) -> Manager:
 
 def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Manager:
     """Restore at the end of a ``with`` block what running modules and pipelines has changed."""
-    devices = pipelines[0].layout.devices
+    devices = pipelines[0].layout.devices_here
     engines = [pipeline.engine.unchanged() for pipeline in pipelines]
     return together([preserved(modules, devices), *engines])
 

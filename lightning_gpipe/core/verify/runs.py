@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import Rows, collect_loss_terms, is_whole, named_leaves
-from lightning_gpipe.core.faithful import Context, RandomState, add_note
+from lightning_gpipe.core.faithful import NOTHING, Context, RandomState, add_note
 from lightning_gpipe.core.profile import change_tensors
-from lightning_gpipe.core.verify.compare import perturbing, tolerance_of
+from lightning_gpipe.core.run import leaves_behind
+from lightning_gpipe.core.verify.compare import perturbed, perturbing, tolerance_of
+from lightning_gpipe.core.verify.isolation import in_chunks
 from lightning_gpipe.core.verify.named_values import (
     BUFFERS,
     GRADIENTS,
@@ -39,6 +41,7 @@ from lightning_gpipe.core.verify.named_values import (
 )
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
+SOME = -1  # in the place of the units that drew random numbers, if they are not known
 _THIN = 4096  # elements of a gradient, if it is thin
 
 
@@ -50,7 +53,7 @@ class Run:
         values: The values of each kind, by path or name, in the order in which they are searched.
         units: The floating-point tensors that each unit returned, by path; None if those of the
             micro-batches cannot be merged.
-        drew: In a plain run, the units that drew random numbers.
+        drew: In a plain run, the units that drew random numbers, or ``SOME``.
         term_units: In a plain run, the units that handed out each loss term.
         microbatches: The number of micro-batches.
         mask: In a pipelined run, the elements of the output that are compared.
@@ -64,22 +67,36 @@ class Run:
     mask: Mask = field(default_factory=dict)
 
 
-def run_pipelined(subject: VerifiedProgram, input: Any) -> Run:
-    """Run the program in micro-batches."""
+def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None) -> Run:
+    """Run the program in micro-batches; its ``mask`` is computed unless there is one."""
     x, leaves = copied(input)
     with recorded(unit.module for unit in subject.units) as outputs, collect_loss_terms() as terms:
         output = subject.run(x)
-    timeline = subject.pipeline.engine.timeline
+    engine, timeline = subject.pipeline.engine, subject.pipeline.engine.timeline
     assert timeline is not None, "a mini-batch has run"
     m = timeline.schedule.m
     outputs = [of_unit[-m:] for of_unit in outputs]  # if forward ran twice, those of the second
     microbatching = subject.pipeline.microbatching
     by_rows = type(microbatching) is Rows
-    mask = {} if by_rows else computed(microbatching, outputs[-1], on_cpu(input))
-    # The module of a stage is never called, so nothing is recorded of it.
+    if mask is None:
+        compute = partial(computed, microbatching, outputs[-1], on_cpu(input))
+        mask = {} if by_rows else engine.everywhere(engine.layout.n - 1, compute)
+    # Nothing is recorded of the module of a stage, which is never called, and of other processes.
     units = [merged(of_unit) if by_rows and of_unit else None for of_unit in outputs]
-    values = results(subject.module, subject.devices, named_leaves(output), leaves, terms, mask)
+    # All processes run a backward, though one may have no parameters that are trained.
+    ends = leaves_behind(tensors(output).values()) if engine.layout.spread else ()
+    found = named_leaves(output)
+    values = results(subject.module, subject.devices, found, leaves, terms, mask, ends=ends)
     return Run(values, units, microbatches=m, mask=mask)
+
+
+def run_together(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool = False) -> Run:
+    """Run the program on the whole batch in its processes, with rounding errors added or not."""
+    before = RandomState.capture(subject.devices)
+    changes = perturbed(subject.pipeline.layout.layers) if perturb else NOTHING
+    with in_chunks([subject.pipeline], 1), changes:
+        run = run_pipelined(subject, input, mask)
+    return replace(run, drew=frozenset([SOME] if before.differences() else ()))
 
 
 def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool = False) -> Run:
@@ -95,7 +112,7 @@ def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool
     term_units: dict[str, list[int]] = {}
 
     def visit(k: int, run: Callable[[Any], Any], needed: Mapping[int, Any]) -> Mapping[int, Any]:
-        before = RandomState.capture([subject.units[k].stage.device])
+        before = RandomState.capture([subject.device_of(k)])
         try:
             with collect_loss_terms() as terms_of_unit:
                 made = run(needed)
@@ -160,11 +177,12 @@ def results(
     mask: Mask,
     *,
     thin: bool = False,
+    ends: Iterable[Tensor] = (),
 ) -> dict[str, Values]:
     """Return the values of all kinds after a forward of a module on some devices.
 
     ``output`` has the leaves of the output with their paths, ``leaves`` those of the input that get
-    gradients, which are whole or :func:`thin <gradients_of>`.
+    gradients, which are whole or :func:`thin <gradients_of>`; backward also goes to ``ends``.
     """
     roots: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -175,15 +193,16 @@ def results(
                 roots[path] = leaf
         elif isinstance(leaf, bool | int | float):
             outputs[path] = torch.tensor(leaf, dtype=torch.float64, device="cpu")
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    sources = [*parameters.values(), *leaves.values()]
+    named = module.named_parameters()
+    parameters = {name: p for name, p in named if p.requires_grad and not p.is_meta}
+    sources = [*parameters.values(), *leaves.values(), *ends]
     cotangents = _cotangents(roots, mask)
     gradients = gradients_of(list(roots.values()), sources, cotangents, devices, thin=thin)
     return {
         OUTPUT: masked(outputs, mask),
         GRADIENTS: dict(zip(parameters, gradients, strict=False)),
-        BUFFERS: on_cpu(dict(module.named_buffers())),
-        INPUT_GRADIENTS: dict(zip(leaves, gradients[len(parameters) :], strict=True)),
+        BUFFERS: on_cpu({name: x for name, x in module.named_buffers() if not x.is_meta}),
+        INPUT_GRADIENTS: dict(zip(leaves, gradients[len(parameters) :], strict=False)),
         LOSS_TERMS: on_cpu(terms),
     }
 

@@ -6,16 +6,16 @@ The steps of any other program are compared stage by stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from lightning_gpipe.core.layout import layers_of
+from lightning_gpipe.core.layout import Layout, layers_of
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.profile import Visit, walk_program
 from lightning_gpipe.core.programs import Program, chain
-from lightning_gpipe.core.run import Stage
 from lightning_gpipe.core.verify.named_values import unpacked
 
 
@@ -25,13 +25,13 @@ class VerifiedUnit(NamedTuple):
     Attributes:
         name, title: The path in the program's module, and the name in messages.
         module: The layer, or a module with the layers of the stage.
-        stage: The stage that runs it.
+        stage: The index of the stage that runs it, which may be in another process.
     """
 
     name: str
     title: str
     module: nn.Module
-    stage: Stage
+    stage: int
 
 
 class VerifiedProgram:
@@ -42,7 +42,7 @@ class VerifiedProgram:
         sequential: The nn.Sequential whose layers the program calls; None for another program.
 
     Attributes:
-        devices: The device of each worker.
+        devices: The device of each worker of this process.
         kind: ``"layer"`` or ``"stage"``.
         module: The module that holds the units.
         units: The layers or stages, in order.
@@ -51,17 +51,17 @@ class VerifiedProgram:
     def __init__(
         self, pipeline: Pipeline, program: Program, sequential: nn.Module | None = None
     ) -> None:
-        stages = pipeline.stages
+        layout = pipeline.layout
         self.pipeline = pipeline
-        self.devices = pipeline.layout.devices
+        self.devices = layout.devices_here
         self._program = program
         if sequential is not None:
             self.kind, self.module = "layer", sequential
-            self.units = list(_layers(sequential, stages))
+            self.units = list(_layers(sequential, layout))
             self._by_unit = chain([(unit.module, unit.title)] for unit in self.units)
         else:
             self.kind, self.module = "stage", nn.Module()
-            self.units = list(map(_stage, stages))
+            self.units = [_stage(layout, j) for j in range(layout.n)]
             self.module._modules.update({unit.name: unit.module for unit in self.units})
             self._by_unit = program
 
@@ -72,8 +72,12 @@ class VerifiedProgram:
 
     def walk(self, input: Any, visit: Visit) -> Any:
         """Run the units on the whole input, each by ``visit``."""
-        stages = [unit.stage for unit in self.units]
+        stages = [self.pipeline.stages[unit.stage] for unit in self.units]
         return unpacked(walk_program(stages, self._by_unit, self._values(input), visit))
+
+    def device_of(self, k: int) -> torch.device:
+        """Return the device that runs a unit."""
+        return self.pipeline.layout.device_of(self.units[k].stage)
 
     def owner_of(self, name: str) -> int:
         """Return the index of the unit that has a parameter or buffer."""
@@ -83,18 +87,18 @@ class VerifiedProgram:
         return [input] if len(self._program.inputs) == 1 else input
 
 
-def _layers(sequential: nn.Module, stages: Sequence[Stage]) -> Iterator[VerifiedUnit]:
+def _layers(sequential: nn.Module, layout: Layout) -> Iterator[VerifiedUnit]:
     assert isinstance(sequential, nn.Sequential)
-    stage_of = [stage for stage in stages for _ in stage.partition.layers]
+    stage_of = [part.index for part in layout.partitions for _ in part.layers]
     for k, (name, layer) in enumerate(layers_of(sequential).items()):
-        stage = stage_of[k]
-        kind, where = type(layer).__name__, f"stage {stage.partition.index}, {stage.device}"
-        yield VerifiedUnit(name, f"layer {k} ({name!r}, {kind}, {where})", layer, stage)
+        j = stage_of[k]
+        kind, where = type(layer).__name__, f"stage {j}, {layout.where(j)}"
+        yield VerifiedUnit(name, f"layer {k} ({name!r}, {kind}, {where})", layer, j)
 
 
-def _stage(stage: Stage) -> VerifiedUnit:
-    part = stage.partition
+def _stage(layout: Layout, j: int) -> VerifiedUnit:
+    part = layout.partitions[j]
     module = nn.Module()
     names = part.names or map(str, part.indices)
     module._modules.update(zip(names, part.layers, strict=True))  # names may have dots
-    return VerifiedUnit(f"stage {part.index}", str(stage), module, stage)
+    return VerifiedUnit(f"stage {j}", f"stage {j} ({part}, {layout.where(j)})", module, j)

@@ -24,14 +24,25 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.faithful import Attributes, Journal, is_traced, without_checkpointing
-from lightning_gpipe.core.pipeline import GPipe, PipedModule
+from lightning_gpipe.core.pipeline import GPipe, PipedModule, Pipeline
 from lightning_gpipe.core.programs import Program
-from lightning_gpipe.core.verify.difference import UnitSearch, normalises_by_batch
+from lightning_gpipe.core.verify.difference import (
+    Comparison,
+    UnitSearch,
+    most_exact,
+    normalises_by_batch,
+)
 from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import unpacked
 from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
-from lightning_gpipe.core.verify.runs import Run, run_pipelined, run_plain, tolerance_for
+from lightning_gpipe.core.verify.runs import (
+    Run,
+    run_pipelined,
+    run_plain,
+    run_together,
+    tolerance_for,
+)
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
 SAMPLED = 2  # rows of each of two micro-batches
@@ -88,7 +99,8 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
     parities: dict[PipedModule, Parity] = {}
 
     def check(taken: PipedModule, program: Program, values: Sequence[Any]) -> None:
-        if not taken.frontend.takes_batch:  # its program was recorded from a forward
+        # Its program was recorded from a forward, which one process cannot run.
+        if not (taken.frontend.takes_batch or taken.pipeline.layout.spread):
             call.record(taken, program)
         if taken not in parities:
             parities[taken] = verify_run(taken, program, values, tolerance=tolerance)
@@ -143,10 +155,12 @@ def verify_run(
 def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None = None) -> Parity:
     """Run a program in micro-batches and unit by unit, and compare; several inputs are a list."""
     pipeline, module = subject.pipeline, subject.module
+    spread = pipeline.layout.spread
+    run = run_together if spread else run_plain
 
     def rerun(perturb: bool) -> Run:
         with isolated(module.modules(), [pipeline]):
-            return run_plain(subject, input, pipelined.mask, perturb=perturb)
+            return run(subject, input, pipelined.mask, perturb=perturb)
 
     with (
         exclusive([pipeline]),
@@ -157,8 +171,25 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
             pipelined = run_pipelined(subject, input)
         plain = rerun(False)
         tolerance = tolerance_for(tolerance, plain, module.parameters(), subject.devices)
-        comparison = UnitSearch(subject, tolerance).compare(plain, pipelined, rerun)
+        search = UnitSearch(subject, tolerance)
+        compare = partial(_compare_together, pipeline, search) if spread else search.compare
+        comparison = compare(plain, pipelined, rerun)
     return Parity(pipelined.microbatches, *comparison)
+
+
+def _compare_together(
+    pipeline: Pipeline, search: UnitSearch, plain: Run, other: Run, rerun: Callable[[bool], Run]
+) -> Comparison:
+    """Compare the runs in all processes, which make more plain runs if any finds a difference."""
+    layout, everywhere = pipeline.layout, pipeline.engine.everywhere
+    stages = {layout.owner_of(j): j for j in range(layout.n)}.values()
+    differs = search.first(plain, other) is not None
+    reruns = {}
+    found = [everywhere(j, lambda: differs) for j in stages]
+    if any(found):
+        reruns = {perturb: rerun(perturb) for perturb in (False, True)}
+    own = search.compare(plain, other, reruns.__getitem__)
+    return most_exact([everywhere(j, lambda: own) for j in stages])
 
 
 class FirstBatchVerifier:

@@ -59,7 +59,7 @@ class UserCollectives:
     def __init__(self) -> None:
         self._aborts: set[WeakMethod[Callable[[], None]]] = set()
         self._beats = 0  # since there is a failure that is unnoticed
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def add(self, abort: Callable[[], None]) -> None:
         """Add a method that aborts some waits, for as long as its object lives."""
@@ -68,13 +68,15 @@ class UserCollectives:
     def abort(self) -> None:
         """Abort the waits, on another thread, so that heartbeats go on meanwhile."""
         if self._aborts:
-            self._thread = threading.Thread(target=self._abort, name="gpipe-end-waits", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._abort, name="gpipe-end-waits", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def join(self) -> None:
         """Wait until they are aborted."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN)
 
     def beat(self, limit: int, *, unnoticed: bool, in_vain: bool) -> None:
         """Abort the waits if a failure is unnoticed for ``limit`` beats, or they are in vain."""

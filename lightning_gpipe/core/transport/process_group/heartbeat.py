@@ -26,6 +26,7 @@ _LONGEST = 1.0  # seconds between two beats
 _BEATS = 12  # at least, in the time after which a silent process is lost
 _SPARE = 2  # of them: the last one may be older than the event, and the next is when it is noticed
 _LATE = 0.5  # seconds beyond the time of a beat, in which this process did not run
+_OF_LATE = 0.1  # of a late beat counts, so that also a machine that is always busy comes to an end
 _JOIN = 5.0  # seconds
 
 
@@ -59,7 +60,7 @@ class Heartbeat:
         first_limit = int(start * lost_after.total_seconds() / self._interval)
         # The number of beats that each may miss; None if nothing is expected of it.
         self._allowed: dict[int, int | None] = {link.rank: first_limit for link in links}
-        self._missed = dict.fromkeys(self._allowed, 0)
+        self._missed = dict.fromkeys(self._allowed, 0.0)
         self._on_silent = on_silent
         self._tell = tell
         self._on_beat = on_beat
@@ -69,7 +70,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start the thread, unless it runs."""
         if self._thread is None:
-            self._missed = dict.fromkeys(self._missed, 0)
+            self._missed = dict.fromkeys(self._missed, 0.0)
             self._stop = threading.Event()
             self._thread = threading.Thread(
                 target=self._run, args=(self._stop,), name="gpipe-watch", daemon=True
@@ -85,7 +86,7 @@ class Heartbeat:
 
     def reset(self, rank: int) -> None:
         """Record that a process is alive."""
-        self._missed[rank] = 0
+        self._missed[rank] = 0.0
         self._allowed[rank] = self.limit
 
     def excuse(self, rank: int) -> None:
@@ -101,7 +102,7 @@ class Heartbeat:
             self._beat()
             for rank in self._missed:
                 # A late beat: the machine is busy, and what was heard may not have been read yet.
-                self._missed[rank] += not late
+                self._missed[rank] += _OF_LATE if late else 1.0
             if self._over(0):
                 # A lost network loses several processes, of which some were heard a little later.
                 silent = self._over(_SPARE)

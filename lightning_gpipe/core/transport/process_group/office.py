@@ -8,9 +8,11 @@ process has not begun. A failure ends the exchange that runs, or the next one.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -27,7 +29,8 @@ from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
 TELL_TIMEOUT = 5.0  # seconds
-_LINGER = 1.0  # the same after a loss, so that others may read who is lost before this one ends
+_LINGER = 1.0  # the same from a loss on, so that others may read of it before this process ends
+_POLL = 0.05  # seconds
 START = 10  # times as long until the first heartbeat: a process may still load a model
 
 
@@ -58,6 +61,7 @@ class Office:
         ledger: The state of the others.
         links: The connections to them.
         requests: The requests to all of them.
+        on_lost: Called with the global ranks that are lost, and how, if not None.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Office:
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._open = False  # for exchanges
         self._listens = False
+        self._lost_at = math.inf  # when a loss became known
+        self.on_lost: Callable[[Sequence[int], str], None] | None = None
 
     def open(self) -> None:
         """Be ready for exchanges, until :meth:`pause` or :meth:`close`."""
@@ -132,8 +138,7 @@ class Office:
         if not known and self._listens:
             notes = [f"({note})" for note in getattr(error, "__notes__", [])]
             text = " ".join([f"failed: {type(error).__name__}: {error}", *notes])
-            sends = self._tell_all(Header(MessageCode.FAILURE, failing), text)
-            self.links.completed(sends).wait(TELL_TIMEOUT)
+            self._tell_and_wait(Header(MessageCode.FAILURE, failing), text)
 
     def _leave_exchange(self) -> None:
         self._recipient = None
@@ -149,6 +154,12 @@ class Office:
         """Return which processes have ended and cannot come any more, or None."""
         with self._lock:
             return self.ledger.ended
+
+    def hear_of_loss(self, ranks: Sequence[int], how: str) -> None:
+        """Record a loss of some global ranks, which another office of this process knows of."""
+        own = [k for k, rank in enumerate(self.ranks) if rank in ranks]
+        if own:
+            self._lose(own, Failure(tuple(own), how), told=True)
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
         """Call ``act``, on another thread, when waiting for another process is in vain."""
@@ -168,14 +179,13 @@ class Office:
             header = self._closing(MessageCode.END)
             self._listens = False
             self.ledger.end()
-            lost = self.ledger.lost is not None
-        timeout = _LINGER if lost else TELL_TIMEOUT
-        self.links.over(self._tell_all(header)).wait(timeout)
-        self.links.join(timeout, but=self.ledger.lost_ranks)
-        if lost:
-            self._abort()
+        deadline = time.monotonic() + TELL_TIMEOUT
+        self._tell_and_wait(header)
+        self._wait(lambda: self.links.join(_POLL, but=self.ledger.lost_ranks), deadline)
+        if self.ledger.lost is None:
+            self.links.end(_POLL)
         else:
-            self.links.end()
+            self._abort()
 
     def leave(self) -> None:
         """End for good, with the last pipeline or the process, so that nothing waits any more."""
@@ -205,6 +215,16 @@ class Office:
     def _tell_all(self, header: Header, text: str = "") -> list[PendingSend]:
         return self.links.tell(header, text, but=self.ledger.lost_ranks)
 
+    def _tell_and_wait(self, header: Header, text: str = "") -> None:
+        deadline = time.monotonic() + TELL_TIMEOUT
+        told = self.links.over(self._tell_all(header, text))
+        self._wait(lambda: told.wait(_POLL), deadline)
+
+    def _wait(self, is_over: Callable[[], bool], deadline: float) -> None:
+        """Wait for others until a time, or shortly after one is lost."""
+        while not is_over() and time.monotonic() < min(deadline, self._lost_at + _LINGER):
+            pass
+
     # For the links, on the threads that receive, and for the heartbeat.
 
     def _on_message(self, rank: int) -> None:
@@ -218,7 +238,7 @@ class Office:
             self.requests.hear(rank, self._waits.hear(self.ranks[rank], content).requests)
         elif header.code == MessageCode.LOST:
             ranks, how = json.loads(content)
-            self._lose([], Failure(tuple(ranks), how))
+            self._lose(ranks, Failure(tuple(ranks), how), told=True)
         elif header.code == MessageCode.FAILURE:
             self._record_failure(header, Failure((rank,), content))
         elif header.code == MessageCode.CLOSED:
@@ -277,19 +297,22 @@ class Office:
         are = "is" if len(ranks) == 1 else "are"
         self._lose(ranks, Failure(tuple(ranks), f"{are} lost: nothing was heard for {seconds:g} s"))
 
-    def _lose(self, ranks: Sequence[int], failure: Failure) -> None:
-        """Fail for good; ``ranks`` is empty if another process noticed the loss."""
+    def _lose(self, ranks: Sequence[int], failure: Failure, *, told: bool = False) -> None:
+        """Fail for good; ``told`` if another process noticed the loss."""
         with self._lock:
             first = self.ledger.lose(ranks, failure)
+            self._lost_at = min(self._lost_at, time.monotonic())
             self._changed.notify_all()
             recipient = self._recipient
         if not first:
             return
-        if ranks:  # before anything else: the others see next that this process ends
+        if ranks and not told:  # before anything else: they see next that this process ends
             how = f"{failure.how}, as rank {self.ranks[self._rank]} noticed"
             self._tell_loss(Failure(failure.ranks, how))
         if recipient is not None:
             recipient.fail(failure)
+        if self.on_lost is not None:
+            self.on_lost([self.ranks[k] for k in ranks], failure.how)
         self._user_collectives.abort()
 
     def _tell_loss(self, failure: Failure) -> None:

@@ -6,13 +6,16 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.office import Office
 from lightning_gpipe.core.transport.process_group.wire.envelope import FRAME, open_message
-from lightning_gpipe.core.transport.process_group.wire.message import MessageCode
-from tests.support.waiting import PATIENCE
+from lightning_gpipe.core.transport.process_group.wire.links import Links
+from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode
+from tests.support.faults import OwnError
+from tests.support.waiting import NEVER, PATIENCE
 
 
 class Work:
@@ -27,17 +30,26 @@ class Work:
 
 
 class Sent:
+    """A send that completes once that may be."""
+
+    def __init__(self, read: threading.Event) -> None:
+        self._read = read
+
     def wait(self, timeout: timedelta) -> None:
-        pass
+        self._read.wait(timeout.total_seconds())
 
 
 class PlayedGroup:
-    """A group of three processes, of which this one is the first, and the second is gone."""
+    """A group of three processes, of which this one is the first, and the second is gone.
 
-    def __init__(self) -> None:
+    Or it is stopped: nothing comes from it, and it reads nothing.
+    """
+
+    def __init__(self, *, stopped: bool = False) -> None:
         self.sent: SimpleQueue[tuple[int, Tensor]] = SimpleQueue()
-        self.ended = threading.Event()
-        self._gone = threading.Event()
+        self.ended, self._gone, self._read = (threading.Event() for _ in range(3))
+        self._read.set()
+        self._of_second = self.ended if stopped else self._gone
         self._gone.set()
 
     def rank(self) -> int:
@@ -48,20 +60,20 @@ class PlayedGroup:
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Sent:
         self.sent.put((rank, tensors[0]))
-        return Sent()
+        return Sent(self._of_second if rank == 1 else self._read)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
-        return Work(self._gone if rank == 1 else self.ended)
+        return Work(self._of_second if rank == 1 else self.ended)
 
-    def told_of_loss(self) -> tuple[int, Any]:
-        """Whom the office has told of a loss, and how."""
+    def told(self, code: MessageCode) -> tuple[int, str]:
+        """Whom the office has told something next, and the text."""
         while True:
             rank, message = self.sent.get(timeout=PATIENCE)
             frame = torch.empty(FRAME, dtype=torch.uint8)
             frame[: len(message)] = message
             header, content = open_message(frame, lambda room: None)
-            if header.code == MessageCode.LOST:
-                return rank, json.loads(bytes(content))
+            if header.code == code:
+                return rank, bytes(content).decode()
 
 
 def test_who_noticed_a_loss_is_named_by_its_global_rank() -> None:
@@ -70,7 +82,50 @@ def test_who_noticed_a_loss_is_named_by_its_global_rank() -> None:
     office = Office(group, (4, 5, 6), timedelta(seconds=PATIENCE))
     office.listen()
 
-    assert group.told_of_loss() == (2, [[1], "is lost: closed, as rank 4 noticed"])
+    rank, text = group.told(MessageCode.LOST)
+    assert (rank, json.loads(text)) == (2, [[1], "is lost: closed, as rank 4 noticed"])
 
     group.ended.set()
     office.close()
+
+
+def test_process_that_others_know_as_lost_is_neither_told_nor_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once each pipeline of a process waited for a stopped one until it had noticed it itself."""
+    monkeypatch.setattr("lightning_gpipe.core.transport.process_group.office.TELL_TIMEOUT", NEVER)
+    group: Any = PlayedGroup(stopped=True)
+    office = Office(group, (4, 5, 6), timedelta(seconds=NEVER))
+    office.listen()
+    lost: list[tuple[list[int], str]] = []
+    office.on_lost = lambda ranks, how: lost.append((list(ranks), how))
+    telling = threading.Thread(target=office.tell, args=(OwnError("burnt"),))
+    telling.start()
+    assert [group.told(MessageCode.FAILURE)[0] for _ in range(2)] == [1, 2]
+
+    office.hear_of_loss([5, 9], "is lost: it says nothing")
+    telling.join(PATIENCE)
+    closing = threading.Thread(target=office.close)
+    closing.start()
+
+    assert group.told(MessageCode.END)[0] == 2
+    group.ended.set()  # the others end too
+    closing.join(PATIENCE)
+    assert not telling.is_alive()
+    assert not closing.is_alive()
+    assert lost[0] == ([5], "is lost: it says nothing")
+
+
+def test_process_that_has_ended_is_told_but_not_awaited() -> None:
+    """Once one that ended last waited for five seconds: the others read nothing any more."""
+    group: Any = PlayedGroup(stopped=True)
+    links = Links(group, lambda *_: True, lambda _: None, lambda *_: None)
+    links.start()
+    links[1].rest()
+
+    told = links.over(links.tell(Header(MessageCode.CLOSED, 0)))
+
+    assert told.wait(PATIENCE)
+    assert [group.told(MessageCode.CLOSED)[0] for _ in range(2)] == [1, 2]
+    group.ended.set()
+    links.end()

@@ -6,6 +6,7 @@ answer, and none of its timeouts applies. So another thread calls it, and is aba
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lightning_gpipe.core.transport.process_group.connecting.signed_store import SignedStore
 
 _POLL = 0.05  # seconds
+_JOIN = 1.0  # the same
 _MISSING = "missing "
 _NAME = "name"
 T = TypeVar("T")
@@ -129,8 +131,13 @@ def call_with_timeout(timeout: timedelta, function: Callable[[], T], message: st
         except BaseException as error:
             outcome.set_exception(error)
 
-    Thread(target=call, name="gpipe-question", daemon=True).start()
+    thread = Thread(target=call, name="gpipe-question", daemon=True)
+    thread.start()
     seconds = timeout.total_seconds()
-    if not wait([outcome], seconds).done:
-        raise RuntimeError(f"{message} within {seconds:g} s.")
+    try:
+        if not wait([outcome], seconds).done:
+            raise RuntimeError(f"{message} within {seconds:g} s.")
+    except BaseException:  # a timeout, or Ctrl-C
+        atexit.register(thread.join, _JOIN)  # see Note [Threads end before the interpreter]
+        raise
     return outcome.result()

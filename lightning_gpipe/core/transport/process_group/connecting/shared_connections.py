@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -50,6 +51,7 @@ class SharedOffice:
         self._name = name
         self._process = os.getpid()
         self._users = 0
+        office.on_lost = partial(_spread_loss, peers.world)
         _OFFICES[self] = None
 
     @classmethod
@@ -98,6 +100,13 @@ class SharedOffice:
 
 # State of the process, as the process groups of torch.distributed are.
 _OFFICES: WeakKeyDictionary[SharedOffice, None] = WeakKeyDictionary()  # the latest is the last
+
+
+def _spread_loss(world: ProcessGroup | None, ranks: Sequence[int], how: str) -> None:
+    """Let all offices of this process know which global ranks are lost."""
+    for shared in list(_OFFICES):
+        if shared._peers.world is world:
+            shared.office.hear_of_loss(ranks, how)
 
 
 class Connection:

@@ -53,7 +53,11 @@ class ConnectionBroken(RuntimeError):
 
 
 class Link:
-    """Sends to one other process, and receives from it; see :class:`Links` for the callbacks."""
+    """Sends to one other process, and receives from it; see :class:`Links` for the callbacks.
+
+    Attributes:
+        rests: Whether nothing is received, since one of both has ended.
+    """
 
     def __init__(
         self,
@@ -75,12 +79,12 @@ class Link:
         self._receives: deque[tuple[Any, Tensor]] = deque()  # in flight, with their frames
         self._last_frame = _frame()  # of the last message; it is used again for the next receive
         self._thread: threading.Thread | None = None
-        self._rests = True
+        self.rests = True
 
     def start(self) -> None:
         """Start the receiving thread, unless it runs."""
-        if self._rests:
-            self._rests = False
+        if self.rests:
+            self.rests = False
             # A daemon: no signal reaches a thread that waits for another process.
             self._thread = threading.Thread(
                 target=self._receive, name=f"gpipe-from-rank-{self.rank}", daemon=True
@@ -89,7 +93,7 @@ class Link:
 
     def rest(self) -> None:
         """Receive nothing until :meth:`start`; called on the receiving thread, which returns."""
-        self._rests = True
+        self.rests = True
 
     def post(
         self, header: Header, body: bytes, tensors: Sequence[Tensor], *, hold: bool = False
@@ -129,10 +133,12 @@ class Link:
         """End all connections of the group, and with them all waits for them."""
         abort_gloo(self._group, self.rank)
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float) -> bool:
         """Wait for the receiving thread to end, which it does when the other process closes."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _send(self, content: Tensor, tag: int, *, copied: bool) -> PendingSend:
         try:

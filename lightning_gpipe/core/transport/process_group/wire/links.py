@@ -20,9 +20,10 @@ from lightning_gpipe.core.transport.process_group.wire.link import (
     PendingSend,
 )
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail
-from lightning_gpipe.core.transport.threads import JOIN, WorkerThread
+from lightning_gpipe.core.transport.threads import WorkerThread
 
 _POLL = 0.2  # seconds
+_JOIN = 1.0  # the same, for a thread whose waits have ended
 _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
 
 
@@ -54,6 +55,7 @@ class Links:
         self._sends: list[PendingSend] = []  # of memory that must stay unchanged
         self._copies: list[PendingSend] = []
         self._waiter: WorkerThread | None = None
+        self._earlier: list[WorkerThread] = []  # that may wait still
 
     def __getitem__(self, rank: int) -> Link:
         return self._by_rank[rank]
@@ -82,12 +84,17 @@ class Links:
     def tell(
         self, header: Header, text: str = "", *, but: Collection[int] = ()
     ) -> list[PendingSend]:
-        """Send a header and a text to all processes but some."""
+        """Send a header and a text to all processes but some.
+
+        Returns:
+            The sends to those that receive: another one reads nothing until it starts again.
+        """
         sends: list[PendingSend] = []
         for link in self:
             if link.rank not in but:
-                with suppress(RuntimeError):  # the receiving thread notices the loss too
-                    sends += link.tell(header, text)
+                with suppress(RuntimeError), self._lock:  # the receiving thread notices a loss too
+                    told = self._copies if link.rests else sends
+                    told += link.tell(header, text)
         return sends
 
     def settle(self, check: Callable[[], None]) -> None:
@@ -97,37 +104,34 @@ class Links:
             copies = self._copies if len(self._copies) > _MOST_COPIES else []
             self._copies = [] if copies else self._copies
         if copies:
-            self.completed(copies)  # nobody waits for this event: the thread frees the copies
+            self._event(copies, all)  # nobody waits for it: the thread frees the copies
         if sends:
-            completed = self.completed(sends)
+            completed = self._event(sends, all)
             while not completed.wait(_POLL):
                 check()
-
-    def completed(self, sends: Sequence[PendingSend]) -> threading.Event:
-        """Return an event that is set once all of the sends have completed."""
-        return self._event(sends, all)
 
     def over(self, sends: Sequence[PendingSend]) -> threading.Event:
         """Return an event that is set once each of the sends has completed or failed."""
         return self._event(sends, lambda completed: True)
 
-    def join(self, timeout: float, *, but: Collection[int] = ()) -> None:
-        """Wait until nothing more is received from any process but some."""
+    def join(self, timeout: float, *, but: Collection[int] = ()) -> bool:
+        """Wait until nothing more is received from any process but some; return True if so."""
         deadline = time.monotonic() + timeout
-        for link in self:
-            if link.rank not in but:
-                link.join(max(0.0, deadline - time.monotonic()))
+        awaited = [link for link in self if link.rank not in but]
+        return all(link.join(max(0.0, deadline - time.monotonic())) for link in awaited)
 
     def abort(self) -> None:
         """End all connections."""
         for link in self:
             link.abort()
 
-    def end(self) -> None:
-        """End the thread that waits for sends."""
-        if self._waiter is not None:
-            self._waiter.end(JOIN)
-            self._waiter = None
+    def end(self, timeout: float = _JOIN) -> None:
+        """End the thread that waits for sends, or leave it to a later call, after :meth:`abort`."""
+        self._earlier += [] if self._waiter is None else [self._waiter]
+        self._waiter = None
+        for waiter in self._earlier:
+            waiter.end(timeout)
+        self._earlier = [waiter for waiter in self._earlier if waiter.is_alive()]
 
     def _send(self, rank: int, send: Callable[[], Sequence[PendingSend]]) -> None:
         try:

@@ -12,6 +12,16 @@ from lightning_gpipe.core.transport.process_group.connecting import address
 INTERFACES = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1")]
 
 
+@pytest.fixture(autouse=True)
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No choice of an interface, before the test and after it.
+
+    Once the choice of a test stayed in the environment, and later fits listened at that interface.
+    """
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is restored
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose own name, ``here``, leads to itself only, as in many an /etc/hosts."""
@@ -21,7 +31,6 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (found, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
 def with_interfaces(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
@@ -83,7 +92,6 @@ def test_machine_that_has_ipv6_only(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(address, "_IPV6", file)
     monkeypatch.setattr(socket, "if_nameindex", list)
     monkeypatch.setattr(address, "own_addresses", lambda other: ["fd00::2"])
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
     choose_interface("fd00::1")
 

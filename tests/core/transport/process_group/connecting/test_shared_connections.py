@@ -72,3 +72,18 @@ def test_one_that_ends_just_before_is_not_held(monkeypatch: pytest.MonkeyPatch) 
     first.leave()
     first.leave()
     assert SharedOffice.enter_latest(PEERS) is None
+
+
+def test_loss_is_known_to_all_offices_of_the_process() -> None:
+    known: list[tuple[str, list[int]]] = []
+    worlds: list[Any] = [SimpleNamespace(), SimpleNamespace()]
+    made = []
+    for name, world in zip(("pipeline", "all", "another"), (*worlds[:1], *worlds), strict=True):
+        made.append(shared(name, PEERS._replace(world=world)))
+        office: Any = made[-1].office
+        office.hear_of_loss = lambda ranks, how, name=name: known.append((name, ranks))
+
+    assert made[0].office.on_lost is not None
+    made[0].office.on_lost([1], "is lost")
+
+    assert known == [("pipeline", [1]), ("all", [1])]
