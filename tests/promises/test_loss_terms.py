@@ -95,6 +95,45 @@ def test_terms_and_their_gradients(pipe: Pipe, hands: list[Hand], chunks: int) -
         assert_same(detached(run(pipeline)), detached(run(plain)))
 
 
+def all_terms(terms: dict[str, Tensor]) -> Tensor:
+    return sum(terms.values(), start=torch.zeros(()))
+
+
+@with_and_without_threads
+@every_mode
+@pytest.mark.parametrize("hands", [[divergence], [activity], [mean_activity], HANDS[:3]])
+def test_terms_with_a_loss_for_each_micro_batch(pipe: Pipe, hands: list[Hand]) -> None:
+    plain = model(*hands)
+    pipeline = pipe(plain, stages=4, chunks=3)
+
+    def step(module: nn.Module, x: Tensor) -> Tensor:
+        with collect_loss_terms() as terms:
+            output = module(x)
+        return output.square().mean() + 3 * all_terms(terms)
+
+    for _ in range(2):
+        outcome = pipeline.by_micro_batch(lambda x: step(pipeline, x), rows(7))
+        loss = step(plain, rows(7))
+        assert outcome.loss is not None
+        for each in (outcome.loss, loss):
+            each.backward()
+        assert_same([outcome.loss.detach()], [loss.detach()])
+        assert_same(gradients(pipeline), gradients(plain))
+
+
+def sum_with_a_weight(pipeline: nn.Module, x: Tensor) -> dict[str, Any]:
+    with collect_loss_terms() as terms:
+        loss = pipeline(x).square().mean()
+    return {"loss": loss + terms["activity"], "loss_weight": len(x)}
+
+
+def test_sum_in_a_loss_with_a_weight_of_its_own(pipe: Pipe) -> None:
+    pipeline = pipe(model(activity), stages=4, chunks=3)
+
+    with pytest.raises(RuntimeError, match="must have no sums of layers: got the loss term 'act"):
+        pipeline.by_micro_batch(lambda x: sum_with_a_weight(pipeline, x), rows(7))
+
+
 def mean_of_the_marked(x: Tensor) -> Tensor:
     """Hands out the mean of the rows that begin with a positive number, and its number of rows."""
     marked = x[x[:, 0] > 0]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe
+from lightning_gpipe import GPipe, collect_loss_terms, loss_term
 from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 from tests.promises.test_processes import OWNERS, TiedAround, tied_layers
 from tests.promises.test_programs_of_micro_batches import TURNS, WITHOUT, Padded, Traced
@@ -29,7 +29,7 @@ from tests.promises.test_steps_by_micro_batch import (
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.grammar import Case
 from tests.support.loops import tokens
-from tests.support.models import rows
+from tests.support.models import Call, rows
 from tests.support.processes import Owners, assert_equal, processes, said, values
 from tests.support.ranks import Pool
 
@@ -134,6 +134,26 @@ class Normed(nn.Module):
         return self.after(self.layers(self.before(x)))
 
 
+class Balanced(Normed):
+    """Layers of all stages hand out loss terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for k in (1, 3, 5, 7):
+            self.layers[k] = Call(balance)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with collect_loss_terms() as terms:
+            output = super().forward(x)
+        return output * (1 + terms["mean"] + terms["sum"])
+
+
+def balance(x: Tensor) -> Tensor:
+    loss_term("sum", 0.01 * x.square().sum())
+    loss_term("mean", x.abs().mean(), reduction="mean")
+    return x
+
+
 def turns(count: int, seed: int) -> Tensor:
     """Rows of which some micro-batches have padding."""
     return (TURNS if seed else WITHOUT)[:count]
@@ -141,6 +161,7 @@ def turns(count: int, seed: int) -> Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str | None, int]] = {
     "normed": (Normed, rows, "layers", 8),
+    "balanced": (Balanced, rows, "layers", 8),
     "tied": (tied_layers, tokens, None, 4),
     "tied around": (TiedAround, tokens, "layers", 4),
     "loop": (Padded, turns, "layers", 4),
@@ -176,7 +197,7 @@ def run_model(
     def step(x: Tensor) -> dict[str, Any]:
         output = pipeline(x)
         found = (output if isinstance(output, Tensor) else output[0]) * (1 + torch.rand(()))
-        return {"loss": found.square().mean(), "output": found, "loss_weight": len(x)}
+        return {"loss": found.square().mean(), "output": found}
 
     seen: list[Any] = []
     for k, count in enumerate((8, 8, 5)):

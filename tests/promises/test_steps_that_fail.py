@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_gpipe import collect_loss_terms
 from lightning_gpipe.core.pipeline import GPipe
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.models import assert_same, gradients, rows
@@ -177,11 +176,6 @@ def several_elements(model: GPipe, x: Tensor) -> Tensor:
     return model(x)
 
 
-def loss_terms(model: GPipe, x: Tensor) -> Tensor:
-    with collect_loss_terms():
-        return model(x).sum()
-
-
 def weight_of_some(model: GPipe, x: Tensor) -> dict[str, Any]:
     loss = {"loss": model(x).mean()}
     return loss | ({"loss_weight": 3} if len(x) == 3 else {})
@@ -200,7 +194,6 @@ REFUSED: dict[str, tuple[Step, str]] = {
     "no call": (without_call, "must call the pipeline once"),
     "no call for one of them": (without_call_once, "none for micro-batch 1"),
     "a loss of several elements": (several_elements, r"must have one element: got shape \(3, 3\)"),
-    "loss terms": (loss_terms, "loss terms of layers"),
     "weights of some": (weight_of_some, "for every micro-batch or for none"),
     "no weight": (no_weight_at_all, "more than 0"),
 }

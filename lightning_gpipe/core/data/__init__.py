@@ -46,6 +46,7 @@ from lightning_gpipe.core.data.tensors import (
     record_stream,
 )
 from lightning_gpipe.core.data.terms import (
+    Receiver,
     Term,
     collect_loss_terms,
     loss_term,
@@ -62,6 +63,7 @@ __all__ = [
     "MicroBatching",
     "PaddedSequences",
     "PendingTensor",
+    "Receiver",
     "Rows",
     "Term",
     "bytes_of",

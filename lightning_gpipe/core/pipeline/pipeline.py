@@ -12,6 +12,8 @@ from lightning_gpipe.core.data import (
     Division,
     FlatTree,
     MicroBatching,
+    Receiver,
+    Term,
     joined,
     map_tensors,
     reduced,
@@ -174,22 +176,24 @@ class Pipeline:
         flat, terms = self.engine.run(
             microbatches, self._schedule(m), program, division, terms=receiver is not None
         )
-        if receiver is not None:
-            for term in reduced(terms, division):
-                receiver(term._replace(value=self._sent_back(term.value)))
+        self._hand_out(reduced(terms, division), receiver)
         return flat, division
+
+    def _hand_out(self, terms: Iterable[Term], receiver: Receiver | None) -> None:
+        """Hand loss terms of layers to the caller's code, if it collects any."""
+        if receiver is None:
+            return
+        for term in terms:
+            receiver(term._replace(value=self._sent_back(term.value)))
 
     def _called(self, code: UserStep, program: Program, batch: Any) -> FlatTree:
         """Call the stages from code that runs for each micro-batch, with its whole input."""
         refuse_unsupported_modes()
-        if term_receiver.get() is not None:
-            raise RuntimeError(
-                "loss terms of layers must be collected for the whole batch: got a schedule with a "
-                "loss for each micro-batch. Return them from the layers, or write "
-                "schedule='fill_drain'."
-            )
         [piece] = self.microbatching.split(batch, 1)
-        return code.call(_flatten(program)(piece), program)
+        receiver = term_receiver.get()
+        output, terms = code.call(_flatten(program)(piece), program, terms=receiver is not None)
+        self._hand_out(terms, receiver)
+        return output
 
     def _merged(self, outputs: Sequence[Any], batch: Any) -> Any:
         return self._sent_back(self.microbatching.merge(outputs, batch))

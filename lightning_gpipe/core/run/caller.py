@@ -118,9 +118,10 @@ class Caller:
             handed_out.append([term for tree in others[end:] for term in tree_unflatten(tree)])
         return mains, handed_out if self._terms else []
 
-    def presented(self, output: FlatTree) -> FlatTree:
-        """Return the output of one micro-batch alone."""
-        return self.split([output])[0][0]
+    def presented(self, output: FlatTree) -> tuple[FlatTree, list[Term]]:
+        """Return the output of one micro-batch alone, and its loss terms."""
+        [main], terms = self.split([output])
+        return main, terms[0] if terms else []
 
     def _by_input(self, x: FlatTree) -> dict[int, FlatTree]:
         """The trees of a micro-batch, by the numbers of the program's inputs."""

@@ -105,9 +105,10 @@ class StagePass:
         self._latest: tuple[Any, Work, Behavior] | None = None  # of the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
 
-    def set_program(self, i: int, program: Program) -> None:
+    def set_program(self, i: int, program: Program, *, terms: bool = False) -> None:
         """Let micro-batch ``i`` run another program; called before its inputs are sent."""
-        self.works[i] = Work(self.stage, program)
+        self.works[i] = Work(self.stage, program, terms=terms)
+        self._bare &= not terms
 
     def forward(self, i: int, inputs: FlatTree) -> FlatTree:
         """Run the layers on micro-batch ``i``.

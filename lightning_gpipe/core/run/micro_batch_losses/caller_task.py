@@ -34,8 +34,8 @@ class CallerTask(RowTask):
 
     ``first`` is its call for the first micro-batch, at which it is suspended already. Micro-batches
     may have other programs, as where a mask is made of those with padding only: ``set_program`` is
-    called with the index of such a micro-batch, and its program. After that the stages ``told`` may
-    run it.
+    called with the index of such a micro-batch, its program, and whether it has loss terms. After
+    that the stages ``told`` may run it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CallerTask(RowTask):
         exchange: Exchange,
         context: Context,
         first: Call,
-        set_program: Callable[[int, Program], None],
+        set_program: Callable[[int, Program, bool], None],
         told: Collection[int] = (),
     ) -> None:
         super().__init__(timeline.schedule.caller, exchange, context)
@@ -70,16 +70,16 @@ class CallerTask(RowTask):
         call = self._run(action, self._code.prepare, i) if i else self._first
         if call is None:
             raise call_missing(f"one for micro-batch 0, and none for micro-batch {i}")
-        if call.program is not self._first.program:
-            self._set_program(i, call.program)
+        if call[1:] != self._first[1:]:
+            self._set_program(i, call.program, call.terms)
         for j in self._told:
             self._exchange.send(action._replace(j=j), FlatTree([]))
         self._input_devices[i] = devices_of(call.inputs)
-        self._callers[i] = Caller(call.program)
+        self._callers[i] = Caller(call.program, terms=call.terms)
         for to, value, route in self._callers[i].input(i, call.inputs):
             self._exchange.send(to, value, route)
         if not i:
-            self._first = Call(FlatTree([]), call.program)  # its tensors are not held here
+            self._first = call._replace(inputs=FlatTree([]))  # its tensors are not held here
 
     def _finish(self, action: Action) -> None:
         i, caller = action.i, self._callers[action.i]

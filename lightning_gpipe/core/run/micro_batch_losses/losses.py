@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.data import Term
 from lightning_gpipe.core.faithful import Streams
 from lightning_gpipe.core.run.autograd_node import BackwardOnce, connect
 
@@ -53,6 +54,7 @@ class Losses:
         self._skipped: list[int] = []
         self._norm = 0.0  # the estimated sum of the weights; 0 before one is positive
         self._by_rows = True
+        self._sums: str | None = None  # the name of a loss term that is a sum
         self.requires_grad = False
 
     def add(self, i: int, result: Any) -> tuple[Tensor, Tensor] | None:
@@ -80,6 +82,12 @@ class Losses:
                 f"training_step must return {LOSS_WEIGHT!r} for every micro-batch or for none: got "
                 f"it for some of {self._m} only."
             )
+        if self._sums and weight_of_code is not None:
+            raise RuntimeError(
+                f"a loss that is weighted by {LOSS_WEIGHT!r} must have no sums of layers: got the "
+                f"loss term {self._sums!r}, whose share is known for weights by rows only. Hand it "
+                "out with reduction='mean', or write schedule='fill_drain'."
+            )
         weight = self._rows_of(i) if weight_of_code is None else _checked(weight_of_code)
         self._losses[i], self._weights[i] = loss.detach(), weight
         self.requires_grad |= loss.requires_grad
@@ -89,6 +97,16 @@ class Losses:
             self._norm = float(sum(self._rows or ())) if self._by_rows else self._m * weight
         seed = _beside(loss, self._scale) * (weight / self._norm)
         return loss, seed.to(loss.dtype).expand_as(loss)
+
+    def weighted(self, i: int, term: Term) -> Term:
+        """Return a loss term of micro-batch ``i`` such that the weighted losses have all of it.
+
+        A mean over rows is weighted as it must be. A sum would count by its share of the rows.
+        """
+        if term.reduction == "mean":
+            return term
+        self._sums = term.name
+        return term._replace(value=term.value * (sum(self._rows or ()) / self._rows_of(i)))
 
     @property
     def skipped(self) -> bool:

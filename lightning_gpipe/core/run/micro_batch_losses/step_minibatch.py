@@ -142,14 +142,14 @@ class StepMiniBatch(MiniBatchRun):
                 raise call_missing(f"none for micro-batch 0, and one for micro-batch {i}")
             code.skip(i)
 
-    def _set_program(self, i: int, program: Program) -> None:
+    def _set_program(self, i: int, program: Program, terms: bool) -> None:
         for stage_pass in self.passes:
-            stage_pass.set_program(i, program)
+            stage_pass.set_program(i, program, terms=terms)
 
     def _run_pipeline(self, first: Call, generators: SharedGenerators | None) -> None:
         layout = self.equipment.layout
         self.agree(first.program, self._code.m)
-        self.begin_work(first.program, first.inputs, self._division)
+        self.begin_work(first.program, first.inputs, self._division, terms=first.terms)
         exchange = self._code.exchange = self.open(0)
         self.begin_passes(generators, self.ties.values(exchange))
         self.begin_backward(generators)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, map_tensors
+from lightning_gpipe.core.data import FlatTree, Term, map_tensors
 from lightning_gpipe.core.faithful import (
     NOTHING,
     Context,
@@ -56,11 +56,20 @@ _THROUGH_PIPELINE = (
 )
 
 
+Presented = tuple[FlatTree, list[Term]]  # the outputs of a call, and the loss terms of its layers
+
+
 class Call(NamedTuple):
-    """A call of the pipeline by the caller's code: its inputs, and the program of the stages."""
+    """A call of the pipeline by the caller's code.
+
+    Attributes:
+        program: The program of the stages.
+        terms: Whether the code collects loss terms.
+    """
 
     inputs: FlatTree
     program: Program
+    terms: bool
 
 
 class _GraphBefore(NamedTuple):
@@ -121,8 +130,13 @@ class UserStep:
         i = self.running
         return i is not None and self._coroutines[i].current
 
-    def call(self, inputs: FlatTree, program: Program) -> FlatTree:
-        """Call the pipeline from this code; returns the outputs in the caller's graph."""
+    def call(self, inputs: FlatTree, program: Program, *, terms: bool = False) -> Presented:
+        """Call the pipeline from this code.
+
+        Returns:
+            The outputs and, with ``terms``, the loss terms of layers, both in the caller's graph. A
+            sum is times as much as the loss will be weighted less than that of the mini-batch.
+        """
         i = self.running
         assert i is not None, "the code runs"
         if i in self._called:
@@ -132,8 +146,9 @@ class UserStep:
             )
         self._check_state()
         self._called.add(i)
-        outputs: FlatTree = self._coroutines[i].suspend(Call(inputs, program))
-        return outputs
+        presented: Presented = self._coroutines[i].suspend(Call(inputs, program, terms))
+        outputs, handed_out = presented
+        return outputs, [self.losses.weighted(i, term) for term in handed_out]
 
     def prepare(self, i: int) -> Call | None:
         """Run it for micro-batch ``i`` up to its call; None if it returned without one."""
@@ -153,7 +168,7 @@ class UserStep:
         return call
 
     def finish(
-        self, i: int, outputs: FlatTree, presented: Callable[[FlatTree], FlatTree]
+        self, i: int, outputs: FlatTree, presented: Callable[[FlatTree], Presented]
     ) -> Gradients:
         """Run it for micro-batch ``i`` from the outputs to its loss, and the loss's backward.
 
