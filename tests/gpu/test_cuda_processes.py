@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.schedules import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 from tests.gpu.models import ON_GPU
 from tests.support.models import rows
 from tests.support.processes import Owners, assert_equal, processes, values
@@ -62,6 +62,37 @@ def train(
     return found, state, torch.rand(()), [] if owners is None else hazards()
 
 
+def step(
+    devices: list[str], schedule: ByMicroBatch, owners: Owners | None
+) -> tuple[list[Tensor], dict[str, Tensor], list[str]]:
+    """The losses of three steps with a loss for each micro-batch, the state, and the hazards."""
+    module = layers(drawing=False)
+    folded = schedule == "zero_bubble_v"
+    pipeline = GPipe(
+        module,
+        [1] * 8 if folded else [2] * 4,
+        devices=devices,
+        chunks=4,
+        activation_checkpointing="never",
+        folded=folded,
+        **processes(owners),
+    )
+    optimizer = torch.optim.SGD(pipeline.parameters(), 0.1)
+    losses = []
+    for k in range(3):
+        outcome = pipeline.by_micro_batch(
+            lambda x: pipeline(x).square().mean(), rows(8, seed=k), schedule=schedule
+        )
+        assert outcome.loss is not None
+        optimizer.zero_grad()
+        outcome.loss.backward()
+        optimizer.step()
+        losses.append(outcome.loss.detach().cpu())
+    pipeline.close()
+    state = {name: x.cpu() for name, x in values(pipeline.state_dict()).items()}
+    return losses, state, [] if owners is None else hazards()
+
+
 def hazards() -> list[str]:
     """Those in this process."""
     if "SIMULATED_GPUS" not in os.environ:
@@ -88,6 +119,20 @@ def test_same_numbers_as_in_one_process(
     run = partial(train, devices, mode, owners, drawing=False)
     for found, own, other, races in four_ranks.run(run, among=len(set(owners))):
         assert_equal((found, other), (expected, number))
+        assert_equal(own, {name: state[name] for name in own})
+        assert not races
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zero_bubble_v"])
+@pytest.mark.parametrize("owners, devices", [TWO_EACH, IN_TURN, ONE_EACH], ids=str)
+def test_same_numbers_with_a_loss_for_each_micro_batch(
+    four_ranks: Pool, owners: Owners, devices: list[str], schedule: ByMicroBatch
+) -> None:
+    losses, state, _ = step([f"cuda:{k}" for k in range(4)], schedule, None)
+
+    run = partial(step, devices, schedule, owners)
+    for found, own, races in four_ranks.run(run, among=len(set(owners))):
+        assert_equal(found, losses)
         assert_equal(own, {name: state[name] for name in own})
         assert not races
 
