@@ -142,6 +142,24 @@ def test_step_that_fails_frees_the_activations(pipe: Pipe) -> None:
 
 @pytest.mark.usefixtures("no_collector")
 @with_and_without_threads
+def test_value_that_a_step_has_kept_on_a_layer(pipe: Pipe) -> None:
+    pipeline = pipe(perceptron(), mode="never")
+    seen: list[weakref.ref[Tensor]] = []
+
+    def step(x: Tensor) -> Tensor:
+        scale = torch.ones(3)
+        seen.append(weakref.ref(scale))
+        pipeline[0].scale = scale
+        return pipeline(x).mean()
+
+    pipeline.by_micro_batch(step, rows(7))
+    del pipeline[0].scale
+
+    assert len(seen) == 3 and not any(reference() is not None for reference in seen)
+
+
+@pytest.mark.usefixtures("no_collector")
+@with_and_without_threads
 def test_input_is_not_kept_by_the_output(pipe: Pipe) -> None:
     pipeline, x = pipe(perceptron()), rows(7).detach()
     alive = weakref.ref(x)

@@ -73,8 +73,6 @@ class CallerTask(RowTask):
         self._callers[i] = Caller(call.program)
         for to, value, route in self._callers[i].input(i, call.inputs):
             self._exchange.send(to, value, route)
-        if not i:
-            self._first = Call(FlatTree([]), call.program)  # its tensors are not held here
 
     def _finish(self, action: Action) -> None:
         i, caller = action.i, self._callers[action.i]
