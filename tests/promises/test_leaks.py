@@ -122,14 +122,14 @@ def test_backward_that_fails_frees_the_activations(pipe: Pipe) -> None:
 @with_and_without_threads
 def test_step_that_fails_frees_the_activations(pipe: Pipe) -> None:
     """With a loss for each micro-batch, before the last of them begins."""
-    watch = Watch()
+    before, watch = Watch(), Watch()
     pipeline = pipe(nn.Sequential(watch, nn.Linear(3, 3).double()), mode="never", copy=False)
     alive: list[int] = []
 
     def step(x: Tensor) -> Tensor:
         if alive:
             raise OwnError
-        loss = pipeline(x).sum()
+        loss = pipeline(before(x)).sum()
         alive.append(watch.alive)
         return loss
 
@@ -138,6 +138,41 @@ def test_step_that_fails_frees_the_activations(pipe: Pipe) -> None:
     gc.collect()
 
     assert caught.traceback and alive[0] > 0 and watch.alive == 0
+    assert before.alive <= 1, "its traceback has the call of the first micro-batch"
+
+
+@pytest.mark.usefixtures("no_collector")
+@with_and_without_threads
+def test_graph_of_what_a_step_returns_beside_its_loss(pipe: Pipe) -> None:
+    """It is freed before the backward of the loss."""
+    pipeline, watch, alive = pipe(perceptron(), mode="never"), Watch(), []
+
+    def step(x: Tensor) -> dict[str, Tensor]:
+        y = pipeline(x)
+        y.register_hook(lambda _: alive.append(watch.alive))
+        return {"loss": y.mean(), "other": watch(y)}
+
+    pipeline.by_micro_batch(step, rows(7))
+
+    assert alive == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("no_collector")
+@with_and_without_threads
+def test_value_that_a_step_has_kept_on_a_layer(pipe: Pipe) -> None:
+    pipeline = pipe(perceptron(), mode="never")
+    seen: list[weakref.ref[Tensor]] = []
+
+    def step(x: Tensor) -> Tensor:
+        scale = torch.ones(3)
+        seen.append(weakref.ref(scale))
+        pipeline[0].scale = scale
+        return pipeline(x).mean()
+
+    pipeline.by_micro_batch(step, rows(7))
+    del pipeline[0].scale
+
+    assert len(seen) == 3 and not any(reference() is not None for reference in seen)
 
 
 @pytest.mark.usefixtures("no_collector")

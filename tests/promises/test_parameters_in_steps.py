@@ -281,6 +281,20 @@ def test_layer_that_calls_another_with_other_parameters(pipe: Pipe) -> None:
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_layer_that_is_replaced_between_steps(mode: Any, pipe: Pipe) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    model, plain = pair(pipe, nn.Sequential(*[Doubled() for _ in range(4)]), mode=mode)
+    check(model, plain, step)
+    other = nn.Linear(3, 3).double()
+    for each in (model, plain):
+        next(m for m in each.modules() if isinstance(m, Doubled)).linear = deepcopy(other)
+        each.zero_grad()
+    check(model, plain, step)
+
+
 # Values that the step keeps on layers.
 
 

@@ -241,6 +241,25 @@ def test_second_backward(again: str, model: GPipe) -> None:
         loss.backward(create_graph=again == "create_graph")
 
 
+@with_and_without_threads
+def test_finally_block_that_raises(model: GPipe) -> None:
+    """That of a later micro-batch, whose code is suspended when the first one fails."""
+
+    def step(x: Tensor) -> Tensor:
+        try:
+            model(x)
+            raise OwnError
+        finally:
+            if len(x) == 2:
+                raise ValueError("in the end")
+
+    with pytest.raises(OwnError) as caught:
+        model.by_micro_batch(step, rows(7))
+
+    assert "while training_step was ended: ValueError: in the end" in caught.value.__notes__
+    check_mean(model)
+
+
 def test_finally_block_that_calls_again(model: GPipe) -> None:
     def step(x: Tensor) -> Tensor:
         try:

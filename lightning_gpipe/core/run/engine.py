@@ -193,6 +193,7 @@ class Engine:
                 loss = self._side_channels.watch(minibatch.run)
             finally:
                 self.code = None
+                values.end()
         self._observe(minibatch.timeline)
         return loss, code.results
 

@@ -78,8 +78,6 @@ class CallerTask(RowTask):
         self._callers[i] = Caller(call.program, terms=call.terms)
         for to, value, route in self._callers[i].input(i, call.inputs):
             self._exchange.send(to, value, route)
-        if not i:
-            self._first = call._replace(inputs=FlatTree([]))  # its tensors are not held here
 
     def _finish(self, action: Action) -> None:
         i, caller = action.i, self._callers[action.i]

@@ -78,9 +78,7 @@ class StepMiniBatch(MiniBatchRun):
                 )
                 library.end()
                 self.finish_forward(self.ties.everywhere)
-            loss = None if code.losses.skipped else self._loss()
-            code.close(None)
-            return loss
+            return None if code.losses.skipped else self._loss()
         except BaseException as error:
             code.close(error)
             raise

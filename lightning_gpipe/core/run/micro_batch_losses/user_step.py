@@ -192,7 +192,6 @@ class UserStep:
         if loss_and_seed is None:
             return []
         loss, seed = loss_and_seed
-        del loss_and_seed
 
         def keep(nodes: set[Any]) -> bool:
             shared = not before.nodes.isdisjoint(nodes)
@@ -216,21 +215,15 @@ class UserStep:
         before = self._before.pop(i)
         if gradients:
             self._run_backward(i, before.roots, gradients)
-        self._managers.pop(i, None)
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException) -> None:
         """End suspended code; errors of its ``finally`` blocks become notes of ``error``."""
         for coroutine in self._coroutines.values():
             try:
                 coroutine.close()
             except BaseException as raised:
-                if error is None:
-                    raise
                 add_note(error, f"while training_step was ended: {type(raised).__name__}: {raised}")
-        self._values.end()
-        self._coroutines.clear()
-        self._before.clear()
-        self._managers.clear()
+        self._before.clear()  # the user may keep the error, and with it this
 
     def _resume(self, i: int, value: Any = None) -> Any:
         with together([*self.watched(), self._context.entered(), *self._own(i)]):
@@ -242,9 +235,8 @@ class UserStep:
                 self.running = None
 
     def _end(self, i: int, result: Any) -> Any:
-        """Drop the coroutine of a micro-batch; returns the result without its graph."""
+        """Return the result of a micro-batch, whose code has ended, without its graph."""
         assert self._coroutines[i].ended, "a second call raises in the code"
-        del self._coroutines[i]
         return map_tensors(Tensor.detach, result)
 
     def _run_backward(

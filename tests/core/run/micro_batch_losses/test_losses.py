@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
+from lightning_gpipe.core.faithful import Streams
+from lightning_gpipe.core.run.micro_batch_losses.losses import Losses, with_known_gradients
 
 
 def total(losses: Losses, results: Sequence[object]) -> tuple[float, list[float], float]:
@@ -79,3 +80,15 @@ def test_shape_and_type_of_a_loss() -> None:
     assert (step[1].shape, step[1].dtype) == ((1, 1), torch.bfloat16)
     value, _ = losses.total()
     assert (value.shape, value.dtype) == ((1, 1), torch.bfloat16)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_known_gradients_are_scaled(sparse: bool) -> None:
+    leaf, gradient = torch.zeros(3, 2, requires_grad=True), torch.tensor([[0.0, 0], [1, 2], [0, 0]])
+    known = gradient.to_sparse() if sparse else gradient.clone()
+
+    result = with_known_gradients(torch.tensor(7.0), [(leaf, known)], torch.tensor(0.5), Streams())
+    (2 * result).backward()
+
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.to_dense(), 4 * gradient)
