@@ -67,6 +67,9 @@ def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs
     both runs. A second plain run is made only if there is a difference, and a third one only if it
     has no known reason.
 
+    A pipeline over processes runs the batch in a single micro-batch in place of plain layers. All
+    processes call this together, and get the same result.
+
     Args:
         pipeline: The pipeline.
         args, kwargs: A batch, as the pipeline is called with. Layers get copies of it. If the

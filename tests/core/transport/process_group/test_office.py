@@ -129,3 +129,19 @@ def test_process_that_has_ended_is_told_but_not_awaited() -> None:
     assert [group.told(MessageCode.CLOSED)[0] for _ in range(2)] == [1, 2]
     group.ended.set()
     links.end()
+
+
+def test_heartbeat_of_hours_to_a_process_that_has_ended() -> None:
+    """Once it waited for the first of a thousand beats, so the others took it for lost."""
+    group: Any = PlayedGroup(stopped=True)
+    links = Links(group, lambda *_: True, lambda _: None, lambda *_: None)
+
+    def beat() -> None:
+        for _ in range(1_010):
+            links[1].beat("")
+
+    beats = threading.Thread(target=beat, daemon=True)
+    beats.start()
+    beats.join(PATIENCE)
+
+    assert not beats.is_alive()

@@ -123,7 +123,9 @@ class Link:
             return self.flush() + self._send_message(*seal(header, text.encode()))
 
     def beat(self, text: str) -> None:
-        """Send a heartbeat, and what this process does."""
+        """Send a heartbeat, and what this process does; not more than will be read one day."""
+        if self.rests and len(self._beats) == _BEATS:
+            return
         with suppress(RuntimeError):  # the receiving thread notices the loss too
             self._beats += self._send_message(*seal(Header(MessageCode.BEAT, 0), text.encode()))
             while len(self._beats) > _BEATS:  # the first was sent long ago
