@@ -42,10 +42,21 @@ def ours(
         activation_checkpointing=mode,
         threads=on_threads,
     )
+    try:
+        yield training(model, task, name, schedule, threads=threads)
+    finally:
+        model.close()
+
+
+def training(
+    model: GPipe, task: Task, name: str, schedule: ByMicroBatch | None, *, threads: int | None
+) -> Contestant:
+    """Steps of a pipeline; with a ``schedule`` the loss is that of each micro-batch."""
     parameters = list(model.parameters())
+    if schedule is None:
+        return task.contestant(name, model, parameters, threads=threads)
 
     def step() -> None:
-        assert schedule is not None, "the loss is that of each micro-batch"
         for parameter in parameters:
             parameter.grad = None
         loss = model.by_micro_batch(
@@ -56,13 +67,7 @@ def ours(
         assert loss is not None, "every micro-batch has one"
         loss.backward()
 
-    try:
-        if schedule is None:
-            yield task.contestant(name, model, parameters, threads=threads)
-        else:
-            yield stepping(name, step, parameters, threads=threads)
-    finally:
-        model.close()
+    return stepping(name, step, parameters, threads=threads)
 
 
 @dataclass
@@ -73,6 +78,7 @@ class Rank(Role):
         task: What all of them do.
         balance, chunks, mode: Arguments of the pipeline.
         owners: The process of each worker.
+        schedule: One with a loss for each micro-batch, or None.
         untimed, threads: See :class:`~benchmarks.contestants.processes.Role`.
     """
 
@@ -81,6 +87,7 @@ class Rank(Role):
     chunks: int
     mode: ActivationCheckpointing
     owners: Sequence[int]
+    schedule: ByMicroBatch | None
     untimed: int
     threads: int
 
@@ -95,8 +102,8 @@ class Rank(Role):
             activation_checkpointing=self.mode,
             owners=self.owners,
         )
+        contestant = training(model, self.task, "", self.schedule, threads=None)
         parameters = list(model.parameters())
-        contestant = self.task.contestant("", model, parameters)
         return Orders(contestant.step, lambda: [p.grad for p in parameters if p.grad is not None])
 
 
@@ -108,12 +115,13 @@ def ours_in_processes(
     chunks: int,
     mode: ActivationCheckpointing,
     owners: Sequence[int],
+    schedule: ByMicroBatch | None = None,
     untimed: int = 0,
     name: str,
     threads: int = 1,
 ) -> Iterator[Contestant]:
     """A pipeline over several processes, for the duration of a ``with`` block."""
     ranks = range(len(set(owners)))
-    roles = [Rank(task, balance, chunks, mode, owners, untimed, threads) for _ in ranks]
+    roles = [Rank(task, balance, chunks, mode, owners, schedule, untimed, threads) for _ in ranks]
     with in_processes(roles, name) as contestant:
         yield contestant
