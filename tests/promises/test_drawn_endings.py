@@ -1,9 +1,9 @@
 """No hang: whatever one process of a Trainer does or suffers, all end; 5 draws, 200 in a soak.
 
 Drawn are the processes, the schedule, one of them, a place in its run, what happens there, and
-whether callbacks save on errors. It may raise, die, be stopped or told to stop, or do alone what all
-do together. Each process that is left ends, long before the timeout of half an hour, and names the
-right one.
+whether callbacks save on errors. It may raise, die, be stopped or told to stop, or do alone what
+all do together. Each process that is left ends, long before the timeout of half an hour, and names
+the right one.
 """
 
 import os
