@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.data.pytree import map_tensors, tree_flatten
 from lightning_gpipe.core.pipeline import GPipe
@@ -238,6 +239,41 @@ def test_drawn_steps_that_draw(case: Case, around: Around) -> None:
             pipeline.close()
 
     assert_same(*found)
+
+
+@with_and_without_threads
+def test_backward_of_a_step_is_not_under_autocast(pipe: Pipe) -> None:
+    """As that of a Trainer, which runs the step only under it."""
+    pipeline, seen = pipe(perceptron(), mode="never"), []
+
+    def step(x: Tensor) -> Tensor:
+        y = pipeline(2 * x)
+        assert torch.is_autocast_enabled("cpu")
+        y.register_hook(lambda _: seen.append(torch.is_autocast_enabled("cpu")))
+        return y.mean()
+
+    with torch.autocast("cpu"):
+        pipeline.by_micro_batch(step, rows(7))
+
+    assert seen == [False] * 3
+
+
+@with_and_without_threads
+def test_operations_of_stages_are_counted(pipe: Pipe) -> None:
+    """A dispatch mode sees its own thread only, so that runs all stages."""
+    plain, x = perceptron(), rows(7).detach()
+    pipeline = pipe(plain, mode="never")
+    found = []
+
+    for run in (
+        lambda: plain(x).mean().backward(),
+        lambda: pipeline.by_micro_batch(lambda x: pipeline(x).mean(), x),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        found.append(counter.get_total_flops())
+
+    assert found[0] == found[1] > 0
 
 
 def test_threads_or_one_thread_as_is_faster(pipe: Pipe) -> None:
