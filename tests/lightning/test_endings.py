@@ -17,7 +17,10 @@ from tests.support.lightning_modules import Classifier, Data
 from tests.support.stopping import run
 from tests.support.trainers import trainer_over
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.launches,
+]
 
 SECONDS = 0.5  # far longer than it takes from the error to the end of the interpreter
 

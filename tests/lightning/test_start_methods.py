@@ -44,7 +44,7 @@ def notebook(method: str, file: Path) -> None:
     "run, method",
     [
         (script, "popen"),
-        (script, "fork"),
+        pytest.param(script, "fork", marks=pytest.mark.launches),
         pytest.param(script, "spawn", marks=pytest.mark.launches),
         pytest.param(notebook, "fork", marks=pytest.mark.launches),
     ],

@@ -30,7 +30,7 @@ def test_accelerator_of_other_devices(kind: str) -> None:
 
 
 def test_layer_sync(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="synchronises batch norms between processes"):
+    with pytest.raises(ValueError, match="makes batch norms wait for those of other processes"):
         fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, plugins=[TorchSyncBatchNorm()])
 
 
