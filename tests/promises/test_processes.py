@@ -1,6 +1,6 @@
 """Same numbers: several processes compute the same as one, to the bit.
 
-Here are also the tests of ``process_group/transport`` and ``shared_parameters``.
+Here are also the tests of ``process_group/transport``, ``agreement`` and ``shared_parameters``.
 """
 
 from collections.abc import Callable, Sequence

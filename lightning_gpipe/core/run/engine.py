@@ -27,6 +27,7 @@ from lightning_gpipe.core.faithful import (
 )
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program, Route, SkipName
+from lightning_gpipe.core.run.agreement import SharedErrors
 from lightning_gpipe.core.run.autograd_node import attach
 from lightning_gpipe.core.run.guards.lost_gradients import UnfinishedMiniBatches
 from lightning_gpipe.core.run.guards.shared_objects import SideChannels
@@ -36,7 +37,7 @@ from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import Outsid
 from lightning_gpipe.core.run.micro_batch_losses.step_minibatch import StepMiniBatch
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Function, UserStep
 from lightning_gpipe.core.run.minibatch import MiniBatch
-from lightning_gpipe.core.run.minibatch_run import Equipment, SharedErrors
+from lightning_gpipe.core.run.minibatch_run import Equipment
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTimes, ThreadsOrInline
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of

@@ -24,14 +24,10 @@ from lightning_gpipe.core.faithful import (
     ThreadState,
 )
 from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.run.agreement import NO_GENERATORS, SharedErrors
 from lightning_gpipe.core.run.backward.sums import Gradients, sum_gradients
 from lightning_gpipe.core.run.caller import Caller, Sent, devices_of
-from lightning_gpipe.core.run.minibatch_run import (
-    NO_GENERATORS,
-    Equipment,
-    MiniBatchRun,
-    SharedErrors,
-)
+from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
 from lightning_gpipe.core.schedules import Action, Schedule, successor
 from lightning_gpipe.core.transport import Exchange, Label
@@ -84,9 +80,11 @@ class MiniBatch(MiniBatchRun):
         with self.session:
             self._unfinished.settle()  # in another thread's backward gradients are on the way
             self.begin()
-            generators = self.generators = self.generators_now()
+            generators = self.agreement.generators = self.generators_now()
             self._drawn_from = generators.states
-            self.agree(self._program, len(microbatches))
+            self.agreement.agree(
+                self._program, len(microbatches), self.flags, grad=self.context.grad
+            )
             self.begin_work(self._program, microbatches[0], division, terms=self._terms)
             self.choose_transport(self.context.modes or context.modes)
             library = self.begin_library_watch()
@@ -99,15 +97,15 @@ class MiniBatch(MiniBatchRun):
                     modes=bool(self.context.modes),
                     recomputed=self.schedule.recomputes,
                 )
-                self.leaves = self.finish_forward(self.ties.everywhere)
+                self.leaves = self.finish_forward(self.agreement.ties.everywhere)
                 if self.context.grad:
                     self._unfinished.add(self, [each.lost_gradients for each in self.passes])
                     self._unfinished.check_captured(self.used_leaves.foreign_leaves)
             except BaseException:
                 self.refuse_gradients()
                 raise
-            self.generators = NO_GENERATORS  # their states are some kilobytes
-            self.library = None
+            self.agreement.generators = NO_GENERATORS  # their states are some kilobytes
+            self.agreement.library = None
             library.end()
         return outputs
 
@@ -145,14 +143,14 @@ class MiniBatch(MiniBatchRun):
         context: Context,
         generators: SharedGenerators | None,
     ) -> list[FlatTree]:
-        exchange = self.open(_FORWARD)
-        self.begin_passes(generators, self.ties.values(exchange))
+        exchange = self.agreement.open(self.transport, _FORWARD)
+        self.begin_passes(generators, self.agreement.ties.values(exchange))
         self.begin_timeline()
         self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         sent = (self.caller.input(i, x) for i, x in enumerate(microbatches))
         self._run_workers(exchange, chain.from_iterable(sent), context)
         outputs = [self.caller.output(exchange, i) for i in range(len(microbatches))]
-        self.end(exchange)
+        self.agreement.end(exchange)
         return outputs
 
     def _snapshots(self, first: bool) -> Iterator[ModuleState | RandomState]:
@@ -177,7 +175,7 @@ class MiniBatch(MiniBatchRun):
         with self.context.default_dtype_set() if self.schedule.recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
             context = Context.capture(self.equipment.layout.devices_here)._replace(grad=True)
-            generators = self.generators = self.generators_now(self._drawn_from)
+            generators = self.agreement.generators = self.generators_now(self._drawn_from)
             self.choose_transport(self.context.modes or context.modes)
             return self.equipment.draws.run_once(
                 "backward",
@@ -194,7 +192,7 @@ class MiniBatch(MiniBatchRun):
         generators: SharedGenerators | None,
     ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
         self.begin_backward(generators)
-        exchange = self.open(_BACKWARD, self._awaited())
+        exchange = self.agreement.open(self.transport, _BACKWARD, self._awaited())
         caller, devices = self.caller, self._input_devices
         sent = (caller.output_gradient(i, leaves) for i, leaves in enumerate(output_gradients))
         self._run_workers(exchange, chain.from_iterable(sent), context)
@@ -205,8 +203,8 @@ class MiniBatch(MiniBatchRun):
             exchange.receive(end)
             input_gradients = [[] for _ in devices]
         by_stage = self.take_gradients()
-        gradients = self.ties.gradients(exchange, end, by_stage)
-        self.end(exchange)
+        gradients = self.agreement.ties.gradients(exchange, end, by_stage)
+        self.agreement.end(exchange)
         return input_gradients, gradients
 
     def _awaited(self) -> list[Action]:

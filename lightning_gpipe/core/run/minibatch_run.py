@@ -6,7 +6,6 @@ calls. Both have the same context managers, random numbers, watches, passes and 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -30,35 +29,20 @@ from lightning_gpipe.core.faithful import (
 )
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.run.agreement import NO_GENERATORS, Agreement
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients, UnfinishedMiniBatches
 from lightning_gpipe.core.run.observe.clocks import clock_of
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
 from lightning_gpipe.core.run.observe.timeline import Timeline
-from lightning_gpipe.core.run.shared_parameters import Ties
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.work import Work
 from lightning_gpipe.core.run.worker import WorkerTask
-from lightning_gpipe.core.schedules import Action, Schedule
-from lightning_gpipe.core.transport import STEP, Exchange, Label, Transport
+from lightning_gpipe.core.schedules import Schedule
+from lightning_gpipe.core.transport import Exchange, Label, Transport
 
 _NO_LEAVES = UsedLeaves(())
-NO_GENERATORS = SharedGenerators(())
-
-
-class SharedErrors:
-    """Tells other processes of an error in a ``with`` block."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._transport.tell(error)
 
 
 class Equipment(NamedTuple):
@@ -87,14 +71,12 @@ class MiniBatchRun:
         streams: The caller's streams.
         shared: The devices whose generator several workers, or a worker and the caller, draw from.
         flags: The training flags of all modules, once it has begun.
-        library: Watches the generators of Python and NumPy during forward.
         transport: The transport of the phase.
         inline: Whether the caller's thread runs the phase.
         session: A ``with`` block for each phase, in which no other mini-batch runs.
         passes: The passes through the stages of this process.
         used_leaves: The leaves that took part.
-        ties: The parameters that stages of several processes share.
-        generators: The generators that several workers share, during a phase.
+        agreement: The agreement with other processes.
         timeline: The record of the actions, once it has begun.
         by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
     """
@@ -118,7 +100,6 @@ class MiniBatchRun:
         self.inline = False
         self.shared = equipment.draws.shared
         self.flags: bytes = b""
-        self.library: LibraryWatch | None = None
         self.by_caller: Callable[[], bool] | None = None
         self.passes: Sequence[StagePass] = ()
         # Not a method of its own: a cycle would keep what a dropped output has of the mini-batch.
@@ -126,9 +107,7 @@ class MiniBatchRun:
         self._works: list[Work] = []
         self._watches: list[RowWatch | None] = []
         self.used_leaves = _NO_LEAVES
-        self.ties = Ties(equipment.layout)
-        self.generators = NO_GENERATORS
-        self._label = label
+        self.agreement = Agreement(equipment.layout, schedule, label)
 
     def choose_transport(self, modes: object) -> None:
         """Choose the transport of a phase: inline where threads are slower, or lack ``modes``."""
@@ -145,51 +124,17 @@ class MiniBatchRun:
     def begin_library_watch(self) -> LibraryWatch:
         """Watch the generators of Python and NumPy until the end of forward."""
         spread = self.equipment.layout.spread
-        self.library = self.equipment.library_draws.begin(
+        library = self.agreement.library = self.equipment.library_draws.begin(
             self.flags,
             alone=self.inline and not spread,
             recomputed=self.schedule.recomputes,
             spread=spread,
         )
-        return self.library
+        return library
 
     def generators_now(self, but_for: tuple[bytes, ...] | None = None) -> SharedGenerators:
         """Return the generators that several workers share, as they are now."""
         return SharedGenerators(self.shared, but_for=but_for) if self.shared else NO_GENERATORS
-
-    def agree(self, program: Program, m: int) -> None:
-        """Label the phases of this mini-batch; another process that runs something else raises.
-
-        It differs almost surely in what all processes must have in common.
-        """
-        if self.equipment.layout.spread:
-            self._label = self._label._replace(
-                grad=int(self.context.grad),
-                microbatches=m,
-                training=sum(self.flags) << 32 | zlib.crc32(self.flags),
-                program=program.fingerprint,
-                state=self.generators.number,
-            )
-
-    def open(self, phase: int, awaited: Collection[Action] | None = None) -> Exchange:
-        """Open an exchange for a phase, whose results ``awaited`` the caller waits for."""
-        label = None
-        if self.equipment.layout.spread:
-            label = self._label._replace(phase=STEP if self.schedule.caller else phase)
-        exchange = self.transport.open(self.schedule.phase(phase), label, awaited)
-        exchange.signal(self._bits)
-        return exchange
-
-    def end(self, exchange: Exchange) -> None:
-        """End a phase, once the caller has all results."""
-        exchange.settle()
-        self.generators.hear(exchange.heard)
-        if self.library is not None:
-            self.library.heard |= exchange.heard
-
-    def _bits(self) -> int:
-        """The signals for other processes."""
-        return self.generators.bits | (0 if self.library is None else self.library.bits)
 
     def begin_work(
         self,
@@ -334,7 +279,8 @@ class MiniBatchRun:
         private = None
         if generators is not None:
             private = generators.private(stage.partition.index, grad=self.context.grad)
-        libraries = self.library is not None and self.library.saved
+        library = self.agreement.library
+        libraries = library is not None and library.saved
         return Randomness(devices, private, libraries=libraries)
 
 

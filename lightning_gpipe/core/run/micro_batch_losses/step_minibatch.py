@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_gpipe.core.data import Division
 from lightning_gpipe.core.faithful import Context, SharedGenerators, ThreadState, together
 from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.run.agreement import SharedErrors
 from lightning_gpipe.core.run.backward.sums import sum_gradients
 from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     CallerTask,
@@ -24,7 +25,7 @@ from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
 from lightning_gpipe.core.run.micro_batch_losses.losses import with_known_gradients
 from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
-from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun, SharedErrors
+from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
 from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.schedules import Schedule, successor
@@ -66,18 +67,18 @@ class StepMiniBatch(MiniBatchRun):
         try:
             with SharedErrors(self.equipment.transport), self.session:
                 self.begin()
-                self.generators = SharedGenerators(self.shared)
+                generators = self.agreement.generators = SharedGenerators(self.shared)
                 library = self.begin_library_watch()
                 code.watched = library.callers
                 self.equipment.draws.run_once(
                     "step",
                     self.flags,
                     self._run_step,
-                    generators=self.generators,
+                    generators=generators,
                     modes=bool(self._context.modes) or self.schedule.recomputes,
                 )
                 library.end()
-                self.finish_forward(self.ties.everywhere)
+                self.finish_forward(self.agreement.ties.everywhere)
             return None if code.losses.skipped else self._loss()
         except BaseException as error:
             code.close(error)
@@ -146,10 +147,10 @@ class StepMiniBatch(MiniBatchRun):
 
     def _run_pipeline(self, first: Call, generators: SharedGenerators | None) -> None:
         layout = self.equipment.layout
-        self.agree(first.program, self._code.m)
+        self.agreement.agree(first.program, self._code.m, self.flags, grad=True)
         self.begin_work(first.program, first.inputs, self._division, terms=first.terms)
-        exchange = self._code.exchange = self.open(0)
-        self.begin_passes(generators, self.ties.values(exchange))
+        exchange = self._code.exchange = self.agreement.open(self.transport, 0)
+        self.begin_passes(generators, self.agreement.ties.values(exchange))
         self.begin_backward(generators)
         # On one thread the caller's row comes first anyway.
         told = () if self.inline or not layout.spread else layout.stages_here
@@ -163,5 +164,5 @@ class StepMiniBatch(MiniBatchRun):
         )
         self.transport.run(exchange, tasks, caller_task)
         end = successor(self.schedule.last_backwards[-1])
-        self._pairs = self.ties.gradients(exchange, end, self.take_gradients())
-        self.end(exchange)
+        self._pairs = self.agreement.ties.gradients(exchange, end, self.take_gradients())
+        self.agreement.end(exchange)

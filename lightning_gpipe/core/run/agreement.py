@@ -1,0 +1,95 @@
+"""The agreement of the processes that run a mini-batch: on what they run, and on what they draw.
+
+Each phase has a label, which processes compare, and each value carries signals of draws. Every
+phase ends with a result that all of them get, so that all have heard the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+
+from lightning_gpipe.core.faithful import LibraryWatch, SharedGenerators
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.run.shared_parameters import Ties
+from lightning_gpipe.core.schedules import Action, Schedule
+from lightning_gpipe.core.transport import STEP, Exchange, Label, Transport
+
+NO_GENERATORS = SharedGenerators(())
+
+
+class SharedErrors:
+    """Tells other processes of an error in a ``with`` block."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._transport.tell(error)
+
+
+class Agreement:
+    """Opens and ends the phases of one mini-batch, alike in all processes.
+
+    Args:
+        layout: What runs where.
+        schedule: The schedule.
+        label: The label of the mini-batch, before it is known what it runs.
+
+    Attributes:
+        ties: The parameters that stages of several processes share.
+        generators: The generators that several workers share, during a phase.
+        library: Watches the generators of Python and NumPy during forward.
+    """
+
+    def __init__(self, layout: Layout, schedule: Schedule, label: Label) -> None:
+        self.ties = Ties(layout)
+        self.generators = NO_GENERATORS
+        self.library: LibraryWatch | None = None
+        self._spread = layout.spread
+        self._schedule = schedule
+        self._label = label
+
+    def agree(self, program: Program, m: int, flags: bytes, *, grad: bool) -> None:
+        """Label the phases by what this process runs; almost surely another label differs.
+
+        Args:
+            program: The program of the stages.
+            m: The number of micro-batches.
+            flags: The training flags of all modules.
+            grad: Whether it runs with gradients.
+        """
+        if self._spread:
+            self._label = self._label._replace(
+                grad=int(grad),
+                microbatches=m,
+                training=sum(flags) << 32 | zlib.crc32(flags),
+                program=program.fingerprint,
+                state=self.generators.number,
+            )
+
+    def open(
+        self, transport: Transport, phase: int, awaited: Collection[Action] | None = None
+    ) -> Exchange:
+        """Open an exchange for a phase; the caller waits for the results ``awaited``, or all."""
+        label = None
+        if self._spread:
+            label = self._label._replace(phase=STEP if self._schedule.caller else phase)
+        exchange = transport.open(self._schedule.phase(phase), label, awaited)
+        exchange.signal(self._signals)
+        return exchange
+
+    def end(self, exchange: Exchange) -> None:
+        """End a phase, once the caller has all results."""
+        exchange.settle()
+        self.generators.hear(exchange.heard)
+        if self.library is not None:
+            self.library.heard |= exchange.heard
+
+    def _signals(self) -> int:
+        return self.generators.bits | (0 if self.library is None else self.library.bits)
