@@ -8,12 +8,12 @@ of other processes' stages on the meta device, which it is told to ignore.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
@@ -55,7 +55,10 @@ def check_static_graph(
 
 
 def replicated(
-    module: nn.Module, group: ProcessGroup, options: Mapping[str, Any]
+    module: nn.Module,
+    group: ProcessGroup,
+    options: Mapping[str, Any],
+    others: Collection[nn.Parameter] = (),
 ) -> DistributedDataParallel | None:
     """Give all replicas the values of the first, and wrap a model that averages their gradients.
 
@@ -63,15 +66,19 @@ def replicated(
         module: The model, with the stages of other processes on the meta device.
         group: The processes that have the same stages.
         options: The options of the wrapper.
+        others: Parameters whose gradients it does not average.
 
     Returns:
         The wrapper; None if no parameter here needs a gradient.
     """
-    elsewhere = _names_on_meta(module)
-    if not any(each.requires_grad and not each.is_meta for each in module.parameters()):
+    ids = {id(parameter) for parameter in others}
+    own = [p for p in module.parameters() if not p.is_meta and id(p) not in ids]
+    if ids or not any(parameter.requires_grad for parameter in own):
         equalise(module, group)
+    if not any(parameter.requires_grad for parameter in own):
         return None
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, elsewhere)
+    ignored = _names(module, lambda tensor: _is_meta(tensor) or id(tensor) in ids)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     try:
         return DistributedDataParallel(module, process_group=group, **options)
     finally:
@@ -80,14 +87,18 @@ def replicated(
 
 def equalise(module: nn.Module, group: ProcessGroup) -> None:
     """Give all replicas the values of the first."""
-    _sync_module_states(module, group, _BUCKET, 0, _names_on_meta(module), True)
+    _sync_module_states(module, group, _BUCKET, 0, _names(module, _is_meta), True)
 
 
-def _names_on_meta(module: nn.Module) -> list[str]:
-    """Return the names of other processes' tensors, in the forms that the wrapper compares."""
+def _is_meta(tensor: Tensor) -> bool:
+    return tensor.is_meta  # of another process
+
+
+def _names(module: nn.Module, includes: Callable[[Tensor], bool]) -> list[str]:
+    """Return the names of some tensors, in the forms that the wrapper compares."""
     names = []
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, tensor in chain(owner._parameters.items(), owner._buffers.items()):
-            if tensor is not None and tensor.is_meta:
+            if tensor is not None and includes(tensor):
                 names += [f"{path}.{name}", f"{path}.{name}".removeprefix(".")]
     return names

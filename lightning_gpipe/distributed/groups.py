@@ -45,6 +45,7 @@ class Arrangement:
         replicas: The number of pipelines.
         nodes: The number of machines.
         devices: The number of devices of each.
+        last_first: Whether the first process of a pipeline has its last stage.
 
     Raises:
         ValueError: If they do not divide.
@@ -54,6 +55,7 @@ class Arrangement:
     replicas: int
     nodes: int
     devices: int
+    last_first: bool = False
 
     def __post_init__(self) -> None:
         got = f"replicas={self.replicas}, Trainer(devices={self.devices}, num_nodes={self.nodes})"
@@ -106,7 +108,13 @@ class Arrangement:
         if self.in_each_pipeline == 1:
             return None
         workers = self.devices // self.on_each_node  # of each process
-        return [place for place in range(self.in_each_pipeline) for _ in range(workers)]
+        return [place for place in self._places for _ in range(workers)]
+
+    @property
+    def _places(self) -> list[int]:
+        """The places of the processes of a pipeline, in the order of its workers."""
+        places = list(range(self.in_each_pipeline))
+        return places[::-1] if self.last_first else places
 
     def replica_of(self, rank: int) -> int:
         """Return the number of the pipeline of a process."""
@@ -118,7 +126,9 @@ class Arrangement:
 
     def of_replica(self, devices: Sequence[T], replica: int) -> Sequence[T]:
         """Return the devices of a pipeline, one for each worker, given those of a machine."""
-        return _part([*devices] * self.nodes, replica, self.replicas)
+        own = _part([*devices] * self.nodes, replica, self.replicas)
+        parts = (_part(own, place, self.in_each_pipeline) for place in self._places)
+        return [device for part in parts for device in part]
 
 
 def _part(values: Sequence[T], k: int, parts: int) -> Sequence[T]:

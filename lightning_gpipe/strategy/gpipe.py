@@ -55,6 +55,7 @@ from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.adapters.signals import Signals
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import compile_layers
+from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.options import (
     StartMethod,
     StrategyOptions,
@@ -131,6 +132,10 @@ class GPipeStrategy(ParallelStrategy):
             threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine. With
             several, each runs the same code on the same batches, which the first one loads, and has
             the parameters of its own stages.
+        outputs: The processes that get the outputs of the last stage, and run the user's step from
+            its call of the pipeline to the loss: ``"all"``, or that of the ``"last"`` stage, which
+            tells the others the loss and what was logged. ``"auto"`` is ``"all"`` for up to eight
+            processes, and ``"last"`` for more.
         timeout: How long processes wait for a slow one, when they agree on something or save a
             checkpoint.
         lost_after: The time after which a process that was stopped, or that no network reaches, is
@@ -178,6 +183,7 @@ class GPipeStrategy(ParallelStrategy):
         verify: bool | Literal["sample"] = "sample",
         around: Literal["last", "first"] = "last",
         processes: Mode = "single",
+        outputs: Literal["all", "last", "auto"] = "auto",
         timeout: timedelta = default_pg_timeout,
         lost_after: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -265,7 +271,8 @@ class GPipeStrategy(ParallelStrategy):
     def _wrap(self) -> None:
         """Let replicas average the gradients of the present parameters on their devices."""
         self.model = self._root  # the old wrapper goes first
-        self.model = self._replicas.wrapped(self._root)
+        assert self._piped is not None, "it is set up"
+        self.model = self._replicas.wrapped(self._root, self._piped.around())
 
     def grad_norm(
         self, module: nn.Module, norm_type: float = 2.0, group_separator: str = "/"
@@ -414,13 +421,10 @@ class GPipeStrategy(ParallelStrategy):
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
             rich.print(piped.pipeline.listing())
-        self._steps = UserSteps(
-            module, piped, verify=self.options.verified, in_wrapper=self._in_wrapper
-        )
         self.model_to_device()
         self._checkpoints.load_part(module)
         if self.is_distributed:
-            self.model = self._replicas.wrapped(module)
+            self.model = self._replicas.wrapped(module, piped.around())
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
             self.setup_optimizers(trainer)
@@ -435,6 +439,13 @@ class GPipeStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
         guard_logs(module, changes, split=processes.split)
+        self._steps = UserSteps(
+            module,
+            piped,
+            verify=self.options.verified,
+            in_wrapper=self._in_wrapper,
+            last=LastOutputs(module, piped.pipeline, changes) if processes.at_last else None,
+        )
         layout = piped.pipeline.layout
         adapt_callbacks(callbacks, changes, layout, self.data_parallel_size)
         self._signals.follow(trainer, changes)
@@ -476,6 +487,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
+        self._replicas.before_backward()
         by_itself = self._root.automatic_optimization  # then DDP's forward has done it
         if isinstance(self.model, DistributedDataParallel) and not by_itself:
             prepare_for_backward(self.model, closure_loss)

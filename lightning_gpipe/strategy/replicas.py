@@ -8,7 +8,7 @@ or gathered is so over replicas, each process with those that have its place in 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
@@ -74,8 +74,10 @@ class Replicas:
 
     # Values and gradients.
 
-    def wrapped(self, module: LightningModule) -> nn.Module:
+    def wrapped(self, module: LightningModule, around: Collection[nn.Parameter]) -> nn.Module:
         """Give all replicas the values of the first.
+
+        ``around`` are the parameters that each process of a pipeline has.
 
         Returns:
             In a fit a wrapper whose backward averages the gradients over replicas; the module
@@ -93,7 +95,8 @@ class Replicas:
             automatic=module.automatic_optimization,
         )
         self._averaged = _trainable(module)
-        return replicated(module, across, self._ddp) or module
+        others = around if self._processes.at_last else ()
+        return replicated(module, across, self._ddp, others) or module
 
     def outdated(self, module: LightningModule) -> bool:
         """True if other parameters need gradients than when the module was wrapped."""
@@ -110,6 +113,10 @@ class Replicas:
         self._waits += 1
         return OWN.within("replicas", self._waits, self._everyone.ranks, "a step of all replicas")
 
+    def before_backward(self) -> None:
+        if self._together is not None:
+            self._together.begin()
+
     def after_backward(self) -> None:
         """Give the processes of a pipeline the same gradients of what each of them has."""
         if self._together is not None and not self._accumulates:
@@ -122,7 +129,8 @@ class Replicas:
         """
         processes = self._processes
         if processes.pipeline_group is not None:
-            self._together = SameParameters(processes.pipeline_group, around, precision)
+            summed = self._everyone if processes.at_last else None
+            self._together = SameParameters(processes.pipeline_group, around, precision, summed)
         if processes.groups is None:
             return
         self._waits = 0
@@ -158,15 +166,23 @@ class Replicas:
         across = self._across
         if across is None or not isinstance(tensor, Tensor):
             return tensor
-        with self._everyone.waiting_for("a reduction over replicas"):
+        with self._waiting_for("a reduction over replicas"):
             return _sync_ddp_if_available(tensor, across, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
         across = self._across
         if across is None:
             return tensor
-        with self._everyone.waiting_for("the values of all replicas"):
+        with self._waiting_for("the values of all replicas"):
             return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
+
+    def _waiting_for(self, what: str) -> AbstractContextManager[None]:
+        """A ``with`` block that all processes enter.
+
+        If outputs are for the last stage, those that have it may do so alone, in a step.
+        """
+        alone = self._processes.at_last
+        return nullcontext() if alone else self._everyone.waiting_for(what)
 
 
 def _trainable(module: nn.Module) -> set[int]:

@@ -10,9 +10,9 @@ import pytest
 from lightning_gpipe.distributed.groups import Arrangement, ProcessGroups
 
 
-def drawn(mode: Any, replicas: int, nodes: int, devices: int) -> str:
+def drawn(mode: Any, replicas: int, nodes: int, devices: int, last_first: bool = False) -> str:
     """A line for each process: its rank, replica, devices, and the workers of its pipeline."""
-    found = Arrangement(mode, replicas, nodes, devices)
+    found = Arrangement(mode, replicas, nodes, devices, last_first)
     on_node = [f"d{k}" for k in range(devices)]
     lines = []
     for rank in range(found.world_size):
@@ -54,6 +54,16 @@ def drawn(mode: Any, replicas: int, nodes: int, devices: int) -> str:
             ("per_node", 2, 4, 1),
             "0: replica 0, d0 of d0d0, [0, 1]\n1: replica 0, d0 of d0d0, [0, 1]\n"
             "2: replica 1, d0 of d0d0, [0, 1]\n3: replica 1, d0 of d0d0, [0, 1]",
+        ),
+        (
+            ("per_stage", 2, 1, 4, True),
+            "0: replica 0, d0 of d1d0, [1, 0]\n1: replica 0, d1 of d1d0, [1, 0]\n"
+            "2: replica 1, d2 of d3d2, [1, 0]\n3: replica 1, d3 of d3d2, [1, 0]",
+        ),
+        (
+            ("per_node", 1, 2, 2, True),
+            "0: replica 0, d0d1 of d0d1d0d1, [1, 1, 0, 0]\n"
+            "1: replica 0, d0d1 of d0d1d0d1, [1, 1, 0, 0]",
         ),
     ],
     ids=str,

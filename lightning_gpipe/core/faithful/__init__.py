@@ -25,6 +25,7 @@ from lightning_gpipe.core.faithful.random.random_state import (
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks, leaf_like
 from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
+from lightning_gpipe.core.faithful.state.buffers import BufferState
 from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
@@ -52,6 +53,7 @@ __all__ = [
     "Attributes",
     "Autocast",
     "Behavior",
+    "BufferState",
     "Contents",
     "Context",
     "DeferredStatistics",

@@ -20,6 +20,7 @@ from lightning_gpipe.core.run.observe.threads_or_inline import (
 from lightning_gpipe.core.run.observe.timeline import Observation, Timeline, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
+from lightning_gpipe.core.run.step_at_last import StepAtLast
 
 __all__ = [
     "LOSS_WEIGHT",
@@ -29,6 +30,7 @@ __all__ = [
     "RunTimes",
     "Stage",
     "StagePass",
+    "StepAtLast",
     "Threads",
     "ThreadsOrInline",
     "Timeline",

@@ -41,6 +41,7 @@ from lightning_gpipe.core.run.minibatch_run import Equipment
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTimes, ThreadsOrInline
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of
+from lightning_gpipe.core.run.step_at_last import StepAtLast
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
 from lightning_gpipe.core.transport import (
     BETWEEN,
@@ -67,9 +68,11 @@ class Engine:
         step: The number of the training's step, if it is known: equal in all processes.
         timeline: The record of the latest mini-batch, or None before the first.
         code: The caller's code, while it runs for each micro-batch.
+        at_last: The caller's step whose outputs are for the last stage, while it runs.
     """
 
     code: UserStep | None = None
+    at_last: StepAtLast | None = None
 
     def __init__(
         self,
@@ -147,10 +150,16 @@ class Engine:
             execution=self._execution(microbatches, schedule, program),
             terms=terms,
         )
+        if self.at_last is not None:
+            self.at_last.begin_call()
         forward = partial(minibatch.forward, microbatches, division, context)
         outputs = self._side_channels.watch(forward)
         self._observe(minibatch.timeline)
-        return minibatch.caller.split(attach(minibatch, microbatches, outputs))
+        if self.at_last is not None:
+            outputs = self.at_last.outputs(minibatch, microbatches, outputs)
+        else:
+            outputs = attach(minibatch, microbatches, outputs)
+        return minibatch.caller.split(outputs)
 
     def run_code(
         self,
@@ -178,6 +187,9 @@ class Engine:
                 work = self._parameters / schedule.n
                 execution = self.ways.next(schedule, 1, schedule.m * schedule.n, work)
             values = self._values_on_layers
+            if self.at_last is not None:
+                self.at_last.begin_call()
+                schedule = schedule.caller_of(self.at_last.kinds)
             code = UserStep(function, schedule.m, losses, context, outside, values)
             minibatch = StepMiniBatch(
                 self._equipment,
@@ -200,7 +212,8 @@ class Engine:
 
     @property
     def _label(self) -> Label:
-        return Label(minibatch=self._transport.begun, step=self.step)
+        at_last = int(self.at_last is not None)
+        return Label(minibatch=self._transport.begun, step=self.step, at_last=at_last)
 
     def _observe(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -251,7 +264,7 @@ class Engine:
         if layout.owner_of(j) == layout.rank:
             with self.undisturbed:
                 answer = compute()
-            exchange.send(to, tree_flatten(answer), route)
+            exchange.send_to_all(to, tree_flatten(answer), route)
         return tree_unflatten(exchange.receive(to, route))
 
     @property
@@ -292,14 +305,26 @@ class Engine:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Leave no record of mini-batches in a ``with`` block, and call no observers."""
-        timeline, observers = self.timeline, self._observers
+        """Leave no record of mini-batches in a ``with`` block, and call no observers.
+
+        All processes get their outputs.
+        """
+        kept = self.timeline, self._observers, self.at_last
         try:
-            self._observers = OrderedDict()
+            self._observers, self.at_last = OrderedDict(), None
             with self._equipment.draws.unchanged():
                 yield
         finally:
-            self.timeline, self._observers = timeline, observers
+            self.timeline, self._observers, self.at_last = kept
+
+    @contextmanager
+    def outputs_at_last(self) -> Iterator[StepAtLast]:
+        """Give the output of the only call in a ``with`` block to the process of the last stage."""
+        self.at_last = StepAtLast(self.layout)
+        try:
+            yield self.at_last
+        finally:
+            self.at_last = None
 
     def exclusive(self) -> AbstractContextManager[None]:
         """A ``with`` block in which no other thread runs mini-batches."""
@@ -330,5 +355,6 @@ class Engine:
             **self.__dict__,
             "timeline": None,
             "code": None,
+            "at_last": None,
             "_observers": OrderedDict(),
         }

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
 
-from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors
+from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors, successor
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,14 @@ class Schedule:
             all results of the previous phase.
         caller: The actions of the caller while the only phase runs, in order; empty if its code
             runs before, between and after the phases.
+        whole: The schedule with all actions of the caller, if those here are only some of them.
     """
 
     m: int
     placement: tuple[int, ...]
     phases: tuple[tuple[Row, ...], ...]
     caller: Row = ()
+    whole: Schedule | None = None
 
     @property
     def n(self) -> int:
@@ -112,6 +114,20 @@ class Schedule:
     def last_backwards(self) -> Row:
         """The backwards of the first stage, in order; the caller gets their results."""
         return tuple(Action(Kind.BACKWARD, i, 0) for i in self.order_of(Kind.BACKWARD, 0))
+
+    @cached_property
+    def last_result(self) -> Action:
+        """The result for the caller that ends the schedule, when all else has been sent."""
+        if self.last_backwards:
+            return successor(self.last_backwards[-1])
+        return Action(Kind.FORWARD, self.order_of(Kind.FORWARD, self.n - 1)[-1], self.n)
+
+    def caller_of(self, kinds: frozenset[Kind]) -> Schedule:
+        """Return the schedule of a process whose caller runs only some kinds of actions."""
+        if kinds not in self._callers:
+            own = tuple(action for action in self.caller if action.kind in kinds)
+            self._callers[kinds] = replace(self, caller=own, whole=self)
+        return self._callers[kinds]
 
     @cached_property
     def split(self) -> bool:
@@ -201,6 +217,10 @@ class Schedule:
         return self._turns[workers]
 
     def _sequence_of(self, workers: tuple[int, ...]) -> Iterator[Action]:
+        if self.whole is not None:  # calls have the same place in all processes
+            others = {*self.whole.caller}.difference(self.caller)
+            yield from (a for a in self.whole._sequence_of(workers) if a not in others)
+            return
         ends = {(action.kind, action.i): k + 1 for k, action in enumerate(self.caller)}
         begun = 0
         for action in self.interleaved:
@@ -243,6 +263,10 @@ class Schedule:
 
     @cached_property
     def _turns(self) -> dict[tuple[int, ...], Sequence[tuple[int, Row]]]:
+        return {}
+
+    @cached_property
+    def _callers(self) -> dict[frozenset[Kind], Schedule]:
         return {}
 
     @cached_property

@@ -32,6 +32,8 @@ def first_call(code: UserStep, timeline: Timeline) -> Call | None:
 class CallerTask(RowTask):
     """The caller's row, which runs while the workers run theirs.
 
+    Where it has no losses, the code ends at its calls: its outputs are for another process.
+
     ``first`` is its call for the first micro-batch, at which it is suspended already. Micro-batches
     may have other programs, as where a mask is made of those with padding only: ``set_program`` is
     called with the index of such a micro-batch, its program, and whether it has loss terms. After
@@ -54,6 +56,7 @@ class CallerTask(RowTask):
         self._first = first
         self._set_program = set_program
         self._told = told
+        self._goes_on = any(action.kind is Kind.LOSS for action in self.row)
         self._callers: dict[int, Caller] = {}
         self._input_devices: dict[int, FlatTree] = {}
 
@@ -78,6 +81,8 @@ class CallerTask(RowTask):
         self._callers[i] = Caller(call.program, terms=call.terms)
         for to, value, route in self._callers[i].input(i, call.inputs):
             self._exchange.send(to, value, route)
+        if not self._goes_on:
+            self._code.leave(i)
 
     def _finish(self, action: Action) -> None:
         i, caller = action.i, self._callers[action.i]

@@ -29,6 +29,7 @@ from lightning_gpipe.core.faithful import Streams
 from lightning_gpipe.core.run.autograd_node import BackwardOnce, connect
 
 Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
+Total = tuple[Tensor, Tensor, bool]  # a loss, the gradient of all backwards, if it requires one
 
 LOSS_WEIGHT = "loss_weight"  # in a dict that the caller's code returns, beside "loss"
 
@@ -41,8 +42,6 @@ class Losses:
         rows: The number of rows of each; None if that is not known.
         scale: The factor of the gradients, as of a gradient scaler; a float or a 0-dim tensor.
 
-    Attributes:
-        requires_grad: Whether a loss does so far, perhaps only for parameters of other processes.
     """
 
     def __init__(self, m: int, rows: Sequence[int] | None, scale: float | Tensor = 1.0) -> None:
@@ -55,7 +54,7 @@ class Losses:
         self._norm = 0.0  # the estimated sum of the weights; 0 before one is positive
         self._by_rows = True
         self._sums: str | None = None  # the name of a loss term that is a sum
-        self.requires_grad = False
+        self._requires_grad = False  # perhaps only for parameters of other processes
 
     def add(self, i: int, result: Any) -> tuple[Tensor, Tensor] | None:
         """Add the result of the caller's code for micro-batch ``i``.
@@ -90,7 +89,7 @@ class Losses:
             )
         weight = self._rows_of(i) if weight_of_code is None else _checked(weight_of_code)
         self._losses[i], self._weights[i] = loss.detach(), weight
-        self.requires_grad |= loss.requires_grad
+        self._requires_grad |= loss.requires_grad
         if not weight:  # the mean of nothing may be no number
             return None
         if not self._norm:
@@ -109,18 +108,15 @@ class Losses:
         return term._replace(value=term.value * (sum(self._rows or ()) / self._rows_of(i)))
 
     @property
-    def skipped(self) -> bool:
-        """True if the caller's code skips the batch, so that there is no loss."""
-        return bool(self._skipped)
-
-    @property
     def weights(self) -> list[float]:
         """The weight of each micro-batch; that of its rows if the batch is skipped."""
         by_rows = dict(enumerate(map(float, self._rows or [1] * self._m)))
         return [(self._weights or by_rows)[i] for i in range(self._m)]
 
-    def total(self) -> tuple[Tensor, Tensor]:
-        """Return the loss of the mini-batch, in no graph, and the gradient of all backwards."""
+    def total(self) -> Total | None:
+        """Return the loss of the mini-batch, in no graph; None if the code skips the batch."""
+        if self._skipped:
+            return None
         together = sum(self._weights.values())
         if not together:
             raise ValueError(
@@ -133,7 +129,7 @@ class Losses:
             if weight:
                 value = value + _beside(first, self._losses[i]) * (weight / together)
         seed = _beside(first, self._scale) * (together / self._norm)
-        return value.to(first.dtype).reshape(first.shape), seed
+        return value.to(first.dtype).reshape(first.shape), seed, self._requires_grad
 
     def _rows_of(self, i: int) -> float:
         if self._rows is None:

@@ -22,7 +22,7 @@ from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     call_missing,
     first_call,
 )
-from lightning_gpipe.core.run.micro_batch_losses.losses import with_known_gradients
+from lightning_gpipe.core.run.micro_batch_losses.losses import Total, with_known_gradients
 from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
@@ -56,6 +56,7 @@ class StepMiniBatch(MiniBatchRun):
         self.by_caller = code.is_current
         self._division = division
         self._pairs: list[Pair] = []  # of the stages here, once their backwards have ended
+        self._total: Total | None = None
         # The code draws where its thread is, and on the device of what is around the stages.
         self.shared = self.shared and self.shared | {equipment.layout.outside}
         self.choose_transport(context.modes)
@@ -79,21 +80,20 @@ class StepMiniBatch(MiniBatchRun):
                 )
                 library.end()
                 self.finish_forward(self.agreement.ties.everywhere)
-            return None if code.losses.skipped else self._loss()
+            return None if self._total is None else self._loss(*self._total)
         except BaseException as error:
             code.close(error)
             raise
         finally:
             self.release()
 
-    def _loss(self) -> Tensor:
-        """The loss with all gradients."""
+    def _loss(self, value: Tensor, seed: Tensor, requires_grad: bool) -> Tensor:
+        """Return the loss with all gradients, see :data:`Total`."""
         pairs = self._pairs + self._outside_gradients()
         leaves = list({id(leaf): leaf for leaf, _ in pairs}.values())
         gradients = sum_gradients(pairs, leaves)
-        value, seed = self._code.losses.total()
         known = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
-        if not self._code.losses.requires_grad:
+        if not requires_grad:
             return value
         return with_known_gradients(value, known, seed, self.streams)
 
@@ -165,4 +165,5 @@ class StepMiniBatch(MiniBatchRun):
         self.transport.run(exchange, tasks, caller_task)
         end = successor(self.schedule.last_backwards[-1])
         self._pairs = self.agreement.ties.gradients(exchange, end, self.take_gradients())
+        self._total = self.agreement.told(exchange, self._code.losses.total)
         self.agreement.end(exchange)

@@ -200,6 +200,11 @@ class UserStep:
         self._run_backward(i, [root_of(loss)], [seed], end=step_outputs.end, keep=keep)
         return step_outputs.take_gradients()
 
+    def leave(self, i: int) -> None:
+        """End it for micro-batch ``i`` at its call, whose output another process gets."""
+        with together([self._context.entered(), *self._own(i)]):
+            self._coroutines[i].close()
+
     def skip(self, i: int) -> None:
         """Add the result of micro-batch ``i``, for which the code returned without a call."""
         if self.results[i] is not None:
