@@ -29,6 +29,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.agreement import SharedErrors
 from lightning_gpipe.core.run.autograd_node import attach
+from lightning_gpipe.core.run.gradient_home import GradientHome
 from lightning_gpipe.core.run.guards.lost_gradients import UnfinishedMiniBatches
 from lightning_gpipe.core.run.guards.shared_objects import SideChannels
 from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
@@ -108,6 +109,15 @@ class Engine:
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()
         self._journal = Journal()  # of modules around the stages
+
+    @property
+    def home(self) -> GradientHome | None:
+        """The home of the stages' gradients; None if they stay in this process."""
+        return self._equipment.home
+
+    @home.setter
+    def home(self, home: GradientHome | None) -> None:
+        self._equipment = self._equipment._replace(home=home)
 
     @property
     def layout(self) -> Layout:
@@ -292,14 +302,17 @@ class Engine:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Leave no record of mini-batches in a ``with`` block, and call no observers."""
-        timeline, observers = self.timeline, self._observers
+        """Leave no record of mini-batches in a ``with`` block, and call no observers.
+
+        The gradients of stages stay in this process.
+        """
+        timeline, observers, home = self.timeline, self._observers, self.home
         try:
-            self._observers = OrderedDict()
+            self._observers, self.home = OrderedDict(), None
             with self._equipment.draws.unchanged():
                 yield
         finally:
-            self.timeline, self._observers = timeline, observers
+            self.timeline, self._observers, self.home = timeline, observers, home
 
     def exclusive(self) -> AbstractContextManager[None]:
         """A ``with`` block in which no other thread runs mini-batches."""
@@ -331,4 +344,5 @@ class Engine:
             "timeline": None,
             "code": None,
             "_observers": OrderedDict(),
+            "_equipment": self._equipment._replace(home=None),
         }

@@ -109,6 +109,11 @@ class Losses:
         return term._replace(value=term.value * (sum(self._rows or ()) / self._rows_of(i)))
 
     @property
+    def complete(self) -> bool:
+        """True once each micro-batch has a loss, or is skipped."""
+        return len(self._losses) + len(self._skipped) == self._m
+
+    @property
     def skipped(self) -> bool:
         """True if the caller's code skips the batch, so that there is no loss."""
         return bool(self._skipped)
@@ -119,9 +124,12 @@ class Losses:
         by_rows = dict(enumerate(map(float, self._rows or [1] * self._m)))
         return [(self._weights or by_rows)[i] for i in range(self._m)]
 
-    def total(self) -> tuple[Tensor, Tensor]:
-        """Return the loss of the mini-batch, in no graph, and the gradient of all backwards."""
-        together = sum(self._weights.values())
+    def total(self, *, corrected: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the loss of the mini-batch, in no graph, and the gradient of all backwards.
+
+        They may be ``corrected``, by the factor :attr:`correction`.
+        """
+        together = self._together
         if not together:
             raise ValueError(
                 f"the weights of a batch must add up to more than 0: got {LOSS_WEIGHT}=0 for each "
@@ -132,8 +140,22 @@ class Losses:
         for i, weight in self._weights.items():
             if weight:
                 value = value + _beside(first, self._losses[i]) * (weight / together)
-        seed = _beside(first, self._scale) * (together / self._norm)
+        seed = _beside(first, self._scale) * (1.0 if corrected else together / self._norm)
         return value.to(first.dtype).reshape(first.shape), seed
+
+    @property
+    def correction(self) -> Tensor | None:
+        """The factor that turns the gradients into those of the weighted mean; None if it is 1."""
+        if self._norm in (0.0, self._together):
+            return None
+        first = self._losses[0]
+        scale = _beside(first, self._scale)
+        seed = scale * (self._together / self._norm)
+        return scale.to(first.dtype) / seed.to(first.dtype)
+
+    @property
+    def _together(self) -> float:
+        return sum(self._weights.values())
 
     def _rows_of(self, i: int) -> float:
         if self._rows is None:
@@ -219,13 +241,13 @@ def _scaled(
     [gradient] = of_loss
     assert gradient is not None, "the loss is the only output"
     with streams.entered():
-        _multiply(gradients, gradient.detach() / seed.to(gradient))
+        multiply(gradients, gradient.detach() / seed.to(gradient))
     streams.lend(gradients)
     streams.rejoin()
     return gradients
 
 
-def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place; skip a factor of one on the CPU, where reading it does not wait."""
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return

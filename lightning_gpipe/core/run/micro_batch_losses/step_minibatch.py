@@ -9,6 +9,7 @@ the loss is returned as one node that hands them over.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     call_missing,
     first_call,
 )
-from lightning_gpipe.core.run.micro_batch_losses.losses import with_known_gradients
+from lightning_gpipe.core.run.micro_batch_losses.losses import multiply, with_known_gradients
 from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
@@ -88,12 +89,17 @@ class StepMiniBatch(MiniBatchRun):
 
     def _loss(self) -> Tensor:
         """The loss with all gradients."""
+        losses = self._code.losses
         pairs = self._pairs + self._outside_gradients()
+        value, seed = losses.total(corrected=self.transfer is not None)
+        if self.transfer is not None:
+            if (factor := losses.correction) is not None:
+                multiply([gradient for _, gradient in pairs], factor)
+            pairs += self.transfer.receive()
         leaves = list({id(leaf): leaf for leaf, _ in pairs}.values())
         gradients = sum_gradients(pairs, leaves)
-        value, seed = self._code.losses.total()
         known = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
-        if not self._code.losses.requires_grad:
+        if not losses.requires_grad:
             return value
         return with_known_gradients(value, known, seed, self.streams)
 
@@ -105,12 +111,23 @@ class StepMiniBatch(MiniBatchRun):
         pairs = self._outside.take_gradients()
         for stage_pass in self.passes:
             stage_pass.lost_gradients.check_inputs_captured({id(leaf) for leaf, _ in pairs})
-        owner_of = {
-            id(shadow): parameter
-            for stage_pass in self.passes
-            for parameter, shadow in stage_pass.shadows.pairs
-        }
+        owner_of = self._owners()
         return [(owner_of.get(id(leaf), leaf), gradient) for leaf, gradient in pairs]
+
+    def _owners(self) -> dict[int, Tensor]:
+        """Return the parameter of each shadow, by the shadow's id."""
+        pairs = (pair for stage_pass in self.passes for pair in stage_pass.shadows.pairs)
+        return {id(shadow): parameter for parameter, shadow in pairs}
+
+    def _send_gradients(self) -> None:
+        """Let the gradients go home, now that the weights of all losses are known."""
+        code, transfer = self._code, self.transfer
+        if transfer is None or code.losses.skipped:
+            return
+        owner_of = self._owners()
+        outside = chain(self._outside.leaves, code.leaves_before_calls())
+        ids = {id(owner_of.get(id(leaf), leaf)) for leaf in outside}
+        transfer.open(ids, code.losses.correction)
 
     def _run_step(self, generators: SharedGenerators | None) -> None:
         """Run the phase, with private generators in the place of shared ones if any."""
@@ -151,6 +168,8 @@ class StepMiniBatch(MiniBatchRun):
         self.begin_work(first.program, first.inputs, self._division, terms=first.terms)
         exchange = self._code.exchange = self.agreement.open(self.transport, 0)
         self.begin_passes(generators, self.agreement.ties.values(exchange))
+        home = self.equipment.home
+        self.transfer = None if home is None else home.begin()
         self.begin_backward(generators)
         # On one thread the caller's row comes first anyway.
         told = () if self.inline or not layout.spread else layout.stages_here
@@ -160,7 +179,14 @@ class StepMiniBatch(MiniBatchRun):
         self._code.trained = [p for each in self.passes for p in each.shadows.parameters]
         self._code.undisturbed = together([task.using for task in tasks])
         caller_task = CallerTask(
-            self.timeline, self._code, exchange, self._context, first, self._set_program, told
+            self.timeline,
+            self._code,
+            exchange,
+            self._context,
+            first,
+            self._set_program,
+            told,
+            self._send_gradients,
         )
         self.transport.run(exchange, tasks, caller_task)
         end = successor(self.schedule.last_backwards[-1])
