@@ -146,6 +146,8 @@ class ProcessGroups:
         pipeline: The processes of this pipeline; None if it has one.
         across: The processes with this one's place in all pipelines, for tensors on its device.
         along: The processes of this pipeline, for tensors on its device.
+        reductions: Those of ``across``, for gradients that leave while others use that group; None
+            if there is one pipeline.
         mesh: All processes, a row for each pipeline.
         lifeline: Watches all processes.
     """
@@ -154,6 +156,7 @@ class ProcessGroups:
     pipeline: Group | None
     across: ProcessGroup
     along: ProcessGroup
+    reductions: ProcessGroup | None
     mesh: DeviceMesh
     lifeline: Lifeline
 
@@ -191,8 +194,8 @@ class ProcessGroups:
         self._abort_device_groups()
 
     def _abort_device_groups(self) -> None:
-        for group in (self.across, self.along):
-            if group.size() > 1:
+        for group in (self.across, self.along, self.reductions):
+            if group is not None and group.size() > 1:
                 abort_group(group)
 
 
@@ -220,15 +223,17 @@ def connect(
         pipeline = None
     elif arrangement.replicas > 1:
         pipeline = Group(timeout, rows)
-    across = _own_group([list(column) for column in zip(*rows, strict=True)], timeout)
-    along = _own_group(rows, timeout)
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    across, along = _own_group(columns, timeout), _own_group(rows, timeout)
+    reductions = _own_group(columns, timeout) if arrangement.replicas > 1 else None
     names = ("data_parallel", "pipeline_parallel")
     mesh = DeviceMesh.from_group(
         [across, along], device_type, torch.tensor(rows), mesh_dim_names=names
     )
-    groups = ProcessGroups(everyone, pipeline, across, along, mesh, Lifeline(lost_after))
+    lifeline = Lifeline(lost_after)
+    groups = ProcessGroups(everyone, pipeline, across, along, reductions, mesh, lifeline)
     groups.watch(groups.lifeline)
-    made = [*(group.process_group for group in groups.host_groups), across, along]
+    made = [*(group.process_group for group in groups.host_groups), across, along, reductions]
     of_torch = [group.group_name for group in made if group is not None]
     weakref.finalize(groups, _destroy, of_torch).atexit = False
     return groups

@@ -435,7 +435,7 @@ class GPipeStrategy(ParallelStrategy):
         if self.options.save_distributed_checkpoint:
             refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
-        self._replicas.begin(self.precision_plugin, piped.around())
+        self._replicas.begin(self.precision_plugin, piped)
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
         guard_logs(module, changes, split=processes.split)
@@ -473,7 +473,8 @@ class GPipeStrategy(ParallelStrategy):
         try:
             if self._processes.groups is None or self._piped is None:
                 return super().backward(*args, **kwargs)
-            with self._replicas.in_step(), self._piped.pipeline.engine.telling():
+            engine, averaging = self._piped.pipeline.engine, self._replicas.averaging(loss=args[0])
+            with self._replicas.in_step(), engine.telling(), averaging:
                 return super().backward(*args, **kwargs)
         except RuntimeError as error:
             refuse_second_backward(error)
@@ -510,7 +511,8 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.is_distributed and self._replicas.outdated(self._root):
+        assert self.model is not None
+        if self.is_distributed and self._replicas.outdated(self._root, self.model):
             self._wrap()
         self._averages.follow_in_epoch(self._root)
 
@@ -521,7 +523,9 @@ class GPipeStrategy(ParallelStrategy):
         step = partial(self._steps.training, super().training_step, self.precision_plugin)
         if self._processes.groups is None:
             return step(args, kwargs)
-        with self._replicas.in_step():
+        trainer = self._root.trainer
+        added = bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches)
+        with self._replicas.in_step(), self._replicas.averaging(adds=added):
             return step(args, kwargs)
 
     def _in_wrapper(self, run: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ phase ends with a result that all of them get, so that all have heard the same.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from lightning_gpipe.core.data import tree_flatten, tree_unflatten
@@ -91,15 +91,16 @@ class Agreement:
         exchange.signal(self._signals)
         return exchange
 
-    def told(self, exchange: Exchange, compute: Callable[[], Any]) -> Any:
-        """Return what ``compute`` returns where the outputs are, in all processes; a pytree."""
+    def told(self, exchange: Exchange, value: Any) -> Any:
+        """Return a value, a pytree, of the process that gets the outputs, in all processes."""
         if not self._at_last:
-            return compute()
+            return value
         n = self._schedule.n
         to, route = Action(Kind.FORWARD, 0, n), Route(SkipName(None, "told"), n - 1, n)
         if self.gets_outputs:
-            exchange.send_to_all(to, tree_flatten(compute()), route)
-        return tree_unflatten(exchange.receive(to, route))
+            exchange.send_to_all(to, tree_flatten(value), route)
+        told = tree_unflatten(exchange.receive(to, route))
+        return value if self.gets_outputs else told
 
     def end(self, exchange: Exchange) -> None:
         """End a phase, once the caller has all results."""

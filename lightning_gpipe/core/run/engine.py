@@ -29,6 +29,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.agreement import SharedErrors
 from lightning_gpipe.core.run.autograd_node import attach
+from lightning_gpipe.core.run.gradient_home import GradientHome
 from lightning_gpipe.core.run.guards.lost_gradients import UnfinishedMiniBatches
 from lightning_gpipe.core.run.guards.shared_objects import SideChannels
 from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
@@ -111,6 +112,15 @@ class Engine:
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()
         self._journal = Journal()  # of modules around the stages
+
+    @property
+    def home(self) -> GradientHome | None:
+        """The home of the stages' gradients; None if they stay in this process."""
+        return self._equipment.home
+
+    @home.setter
+    def home(self, home: GradientHome | None) -> None:
+        self._equipment = self._equipment._replace(home=home)
 
     @property
     def layout(self) -> Layout:
@@ -307,15 +317,15 @@ class Engine:
     def unchanged(self) -> Iterator[None]:
         """Leave no record of mini-batches in a ``with`` block, and call no observers.
 
-        All processes get their outputs.
+        All processes get their outputs, and the gradients of stages stay in this process.
         """
-        kept = self.timeline, self._observers, self.at_last
+        before = self.timeline, self._observers, self.at_last, self.home
         try:
-            self._observers, self.at_last = OrderedDict(), None
+            self._observers, self.at_last, self.home = OrderedDict(), None, None
             with self._equipment.draws.unchanged():
                 yield
         finally:
-            self.timeline, self._observers, self.at_last = kept
+            self.timeline, self._observers, self.at_last, self.home = before
 
     @contextmanager
     def outputs_at_last(self) -> Iterator[StepAtLast]:
@@ -357,4 +367,5 @@ class Engine:
             "code": None,
             "at_last": None,
             "_observers": OrderedDict(),
+            "_equipment": self._equipment._replace(home=None),
         }

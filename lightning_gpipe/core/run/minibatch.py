@@ -124,6 +124,8 @@ class MiniBatch(MiniBatchRun):
             if no input requires one; and the sums of the gradients of :attr:`leaves`.
         """
         try:
+            home = self.equipment.home if to_all else None
+            self.transfer = None if home is None else home.begin()
             # On forward's streams, for which those of backward then wait.
             with self.streams.entered():
                 with SharedErrors(self.equipment.transport), self.session:
@@ -197,6 +199,8 @@ class MiniBatch(MiniBatchRun):
         generators: SharedGenerators | None,
     ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
         self.begin_backward(generators)
+        if self.transfer is not None:
+            self.transfer.open()
         exchange = self.agreement.open(self.transport, _BACKWARD, self._awaited())
         caller, devices = self.caller, self._input_devices
         if not self.agreement.gets_outputs:
@@ -212,6 +216,8 @@ class MiniBatch(MiniBatchRun):
         by_stage = self.take_gradients()
         gradients = self.agreement.ties.gradients(exchange, end, by_stage)
         self.agreement.end(exchange)
+        if self.transfer is not None:
+            gradients += self.transfer.receive()
         return input_gradients, gradients
 
     def _awaited(self) -> list[Action]:

@@ -20,6 +20,12 @@ and through the loss's backward (L), and backward through the code before the ca
     stage 0 | F0 F1 .  B0 F2 B1 .  B2
     stage 1 | .  F0 B0 F1 B1 F2 B2 .
     caller  | P0 P1 L0 P2 L1 L2 B0 B1 B2
+
+Where the gradients of a stage do not stay in its process, as with replicas, they go home once they
+are complete, after its last backward (G), beside what is left of the schedule::
+
+    stage 0 | F0 F1 .  B0 F2 B1 .  B2 G2
+    stage 1 | .  F0 B0 F1 B1 F2 B2 G2 .
 """
 
 from __future__ import annotations
@@ -50,8 +56,20 @@ class Simulation:
 
 
 def _one(action: Action) -> float:
-    """Return the cost 1 for an action on a stage, and 0 for one of the caller."""
-    return 0.0 if action.by_caller else 1.0
+    """Return the cost 1 for an action that computes on a stage, and 0 for others."""
+    return 0.0 if action.by_caller else float(action.kind.cycles)
+
+
+def _with_gradients(row: Row) -> Iterator[Action]:
+    last = {a.j: a for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHTS)}
+    for action in row:
+        yield action
+        if last.get(action.j) == action:
+            yield action._replace(kind=Kind.GRADIENTS)
+
+
+def _without_gradients(row: Row) -> Iterator[Action]:
+    return (action for action in row if action.kind is not Kind.GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,20 @@ class Schedule:
     def recomputed(self, j: int) -> frozenset[int]:
         """The micro-batches that stage ``j`` recomputes."""
         return self._recomputed[j]
+
+    @cached_property
+    def with_gradients(self) -> Schedule:
+        """This schedule, in which the gradients of each stage go home after its last backward."""
+        return self._with_phases(_with_gradients)
+
+    @cached_property
+    def without_gradients(self) -> Schedule:
+        """This schedule, in which the gradients stay."""
+        return self._with_phases(_without_gradients)
+
+    def _with_phases(self, change: Callable[[Row], Iterator[Action]]) -> Schedule:
+        phases = (tuple(tuple(change(row)) for row in rows) for rows in self.phases)
+        return replace(self, phases=tuple(phases))
 
     def order_of(self, kind: Kind, j: int) -> list[int]:
         """The micro-batches in the order of their actions of a kind on stage ``j``."""
@@ -241,7 +273,9 @@ class Schedule:
 
     def __str__(self) -> str:
         """Return a line for each stage, a column for each clock cycle, and the caller's actions."""
-        start, cycles = self.simulation.start, round(self.simulation.makespan)
+        start = self.simulation.start
+        own = [round(cycle) + 1 for action, cycle in start.items() if not action.by_caller]
+        cycles = max(own, default=0)
         width = max((len(str(action)) for action in start), default=1)
         lines = []
         for j, worker in enumerate(self.placement):

@@ -37,7 +37,7 @@ class CallerTask(RowTask):
     ``first`` is its call for the first micro-batch, at which it is suspended already. Micro-batches
     may have other programs, as where a mask is made of those with padding only: ``set_program`` is
     called with the index of such a micro-batch, its program, and whether it has loss terms. After
-    that the stages ``told`` may run it.
+    that the stages ``told`` may run it. ``at_last_loss`` is called when all have their losses.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class CallerTask(RowTask):
         first: Call,
         set_program: Callable[[int, Program, bool], None],
         told: Collection[int] = (),
+        at_last_loss: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(timeline.schedule.caller, exchange, context)
         self._run = timeline.run_by_caller
@@ -57,6 +58,7 @@ class CallerTask(RowTask):
         self._set_program = set_program
         self._told = told
         self._goes_on = any(action.kind is Kind.LOSS for action in self.row)
+        self._at_last_loss = at_last_loss
         self._callers: dict[int, Caller] = {}
         self._input_devices: dict[int, FlatTree] = {}
 
@@ -88,6 +90,8 @@ class CallerTask(RowTask):
         i, caller = action.i, self._callers[action.i]
         outputs = caller.output(self._exchange, i)
         gradients = self._run(action, self._code.finish, i, outputs, caller.presented)
+        if self._code.losses.complete:
+            self._at_last_loss()
         for to, value, route in caller.output_gradient(i, gradients):
             self._exchange.send(to, value, route)
 

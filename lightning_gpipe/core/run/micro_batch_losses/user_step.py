@@ -14,7 +14,7 @@ the pipeline, B needs a part of it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -220,6 +220,11 @@ class UserStep:
         before = self._before.pop(i)
         if gradients:
             self._run_backward(i, before.roots, gradients)
+
+    def leaves_before_calls(self) -> Iterator[Tensor]:
+        """Yield the leaves that will get gradients from the code before its calls."""
+        for before in self._before.values():
+            yield from before.leaves
 
     def close(self, error: BaseException) -> None:
         """End suspended code; errors of its ``finally`` blocks become notes of ``error``."""

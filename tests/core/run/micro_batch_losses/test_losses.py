@@ -16,8 +16,7 @@ def total(losses: Losses, results: Sequence[object]) -> tuple[float, list[float]
         seeds.append(0.0 if step is None else float(step[1]))
     of_all = losses.total()
     assert of_all is not None
-    value, seed, _ = of_all
-    return float(value), seeds, float(seed)
+    return float(of_all.value), seeds, float(of_all.seed)
 
 
 def loss(value: float) -> Tensor:
@@ -82,7 +81,7 @@ def test_shape_and_type_of_a_loss() -> None:
     assert (step[1].shape, step[1].dtype) == ((1, 1), torch.bfloat16)
     of_all = losses.total()
     assert of_all is not None
-    value = of_all[0]
+    value = of_all.value
     assert (value.shape, value.dtype) == ((1, 1), torch.bfloat16)
 
 
