@@ -79,8 +79,8 @@ class ProcessGroupExchange(LocalExchange):
                 self._links.post([owner], self._header_now(), self._mail(to, value, skip))
         elif self._awaited is None or to in self._awaited:
             super().send(to, value, skip)
-            mail, others = self._mail(to, value, skip), [link.rank for link in self._links]
-            self._links.post(others, self._header_now(), mail, hold=self._holds)
+            mail = self._mail(to, value, skip)
+            self._links.post_to_all(self._header_now(), mail, hold=self._holds)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
