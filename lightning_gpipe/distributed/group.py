@@ -25,6 +25,7 @@ from lightning_gpipe.core.transport import (
     RankFailed,
     abort_group,
     bytes_in,
+    ranges_of,
     receive_value,
     send_value,
     users_line,
@@ -73,7 +74,7 @@ class Group:
         self.ranks: list[int] = dist.get_process_group_ranks(self.process_group)
         self.size = len(self.ranks)
         self._operations = 0  # so far
-        self._name = f"processes {self.ranks}"
+        self._name = f"processes {ranges_of(self.ranks)}"
 
     def abort(self) -> None:
         """End all waits in the group with errors; it is of no use any more."""

@@ -156,7 +156,7 @@ class MiniBatch(MiniBatchRun):
         if self.agreement.gets_outputs:
             outputs = [self.caller.output(exchange, i) for i in range(len(microbatches))]
         else:
-            exchange.receive(exchange.phase.last_result)
+            exchange.receive_end()
         self.agreement.end(exchange)
         return outputs
 
@@ -211,7 +211,7 @@ class MiniBatch(MiniBatchRun):
         if self._entering and self.agreement.gets_gradients:
             input_gradients = [caller.input_gradient(exchange, x, i) for i, x in enumerate(devices)]
         else:
-            exchange.receive(end)
+            exchange.receive_end()
             input_gradients = [[] for _ in devices]
         by_stage = self.take_gradients()
         gradients = self.agreement.ties.gradients(exchange, end, by_stage)

@@ -48,6 +48,7 @@ from lightning_gpipe.core.transport.process_group.whereabouts import (
     OBSERVED,
     OWN,
     SAME_CODE,
+    ranges_of,
     users_line,
 )
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
@@ -85,6 +86,7 @@ __all__ = [
     "join_processes",
     "listen",
     "make_token",
+    "ranges_of",
     "receive_value",
     "resolve",
     "send_value",

@@ -102,6 +102,10 @@ class Exchange(ABC):
             RuntimeError: If the run ended without sending it.
         """
 
+    def receive_end(self) -> None:
+        """Wait until the phase has ended, also in a process that gets no result of it."""
+        self.receive(self.phase.last_result)
+
     def check(self) -> None:
         """Raise :class:`RunCancelled` if the run was cancelled."""
         if self.cancelled:

@@ -197,6 +197,8 @@ class StepMiniBatch(MiniBatchRun):
             self._end_losses,
         )
         self.transport.run(exchange, tasks, caller_task)
+        if not self.agreement.gets_gradients:
+            exchange.receive_end()
         end = successor(self.schedule.last_backwards[-1])
         self._pairs = self.agreement.ties.gradients(exchange, end, self.take_gradients())
         if (total := self.agreement.told(exchange, self._total)) is not self._total:

@@ -23,10 +23,13 @@ _JOIN = 5.0  # seconds
 _GLOO = ("gloo", "pair closure")  # in its messages, for its errors have no type of their own
 
 
-def abort_gloo(group: Any, rank: int) -> None:
-    """End all waits in a group over Gloo, by a wait for another rank; it is of no use any more."""
+def abort_gloo(group: Any) -> None:
+    """End all waits in a group over Gloo; it is of no use any more.
+
+    A wait for any process times out whichever of them are connected, and connects none.
+    """
     with suppress(RuntimeError):
-        group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
+        group.recv_anysource([torch.empty(1)], _TAG).wait(timedelta(milliseconds=1))
 
 
 def abort_group(group: ProcessGroup) -> None:
@@ -34,9 +37,7 @@ def abort_group(group: ProcessGroup) -> None:
     for device in group._device_types:
         backend = group._get_backend(device)
         if isinstance(backend, ProcessGroupGloo):
-            # Each rank is tried: a wait for one that has closed fails, but does not time out.
-            for rank in set(range(group.size())).difference([group.rank()]):
-                abort_gloo(backend, rank)
+            abort_gloo(backend)
         else:
             with suppress(RuntimeError):
                 backend.abort()

@@ -2,8 +2,8 @@
 
 A process may pause for as long as it likes, in a slow loader or while it saves. One that was killed
 closes its connections, but one that was stopped, or that no network reaches any more, does not. So
-each process sends heartbeats from a thread that does nothing else, and counts its own beats since
-it last heard from each of the others::
+each process sends heartbeats to its neighbours from a thread that does nothing else, and counts its
+own beats since it last heard from each of them::
 
     rank 0   beat  beat  beat  beat  beat  beat  beat
     rank 1   beat  beat  stopped
@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-
-from lightning_gpipe.core.transport.process_group.wire.links import Links
 
 _LONGEST = 1.0  # seconds between two beats
 _BEATS = 12  # at least, in the time after which a silent process is lost
@@ -34,11 +32,11 @@ class Heartbeat:
     """Sends beats, and reports the processes that are silent.
 
     Args:
-        links: The connections to the others.
+        ranks: The neighbours.
         lost_after: How long a process may be silent.
         start: How many times as long it may be before it is heard for the first time.
         on_silent: Called with the ranks of those that are lost, once for each.
-        tell: Returns what this process does, which goes with each beat.
+        send: Sends a beat to each.
         on_beat: Called after each beat.
 
     Attributes:
@@ -47,22 +45,21 @@ class Heartbeat:
 
     def __init__(
         self,
-        links: Links,
+        ranks: Sequence[int],
         lost_after: timedelta,
         start: int,
         on_silent: Callable[[list[int]], None],
-        tell: Callable[[], str],
+        send: Callable[[], None],
         on_beat: Callable[[], None],
     ) -> None:
-        self._links = links
         self._interval = min(_LONGEST, lost_after / timedelta(seconds=_BEATS))
         self.limit = int(lost_after.total_seconds() / self._interval) - _SPARE
         first_limit = int(start * lost_after.total_seconds() / self._interval)
         # The number of beats that each may miss; None if nothing is expected of it.
-        self._allowed: dict[int, int | None] = {link.rank: first_limit for link in links}
+        self._allowed: dict[int, int | None] = dict.fromkeys(ranks, first_limit)
         self._missed = dict.fromkeys(self._allowed, 0.0)
         self._on_silent = on_silent
-        self._tell = tell
+        self._send = send
         self._on_beat = on_beat
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -86,20 +83,21 @@ class Heartbeat:
 
     def reset(self, rank: int) -> None:
         """Record that a process is alive."""
-        self._missed[rank] = 0.0
-        self._allowed[rank] = self.limit
+        if rank in self._allowed:
+            self._missed[rank] = 0.0
+            self._allowed[rank] = self.limit
 
     def excuse(self, rank: int) -> None:
         """Expect nothing of a process until it is heard again."""
         self._allowed[rank] = None
 
     def _run(self, stop: threading.Event) -> None:
-        self._beat()  # at once: from then on the others expect beats of this process
+        self._send()  # at once: from then on the others expect beats of this process
         began = time.monotonic()
         while not stop.wait(self._interval):
             late = time.monotonic() - began > self._interval + _LATE
             began = time.monotonic()
-            self._beat()
+            self._send()
             for rank in self._missed:
                 # A late beat: the machine is busy, and what was heard may not have been read yet.
                 self._missed[rank] += _OF_LATE if late else 1.0
@@ -110,11 +108,6 @@ class Heartbeat:
                     self.excuse(rank)
                 self._on_silent(silent)
             self._on_beat()
-
-    def _beat(self) -> None:
-        text = self._tell()
-        for link in self._links:
-            link.beat(text)
 
     def _over(self, spare: int) -> list[int]:
         """Return the ranks that have missed as many beats as they may, or ``spare`` less."""

@@ -53,6 +53,11 @@ def names_of(ranks: Sequence[int], numbers: Sequence[int], layout: Layout | None
     return " and ".join(names)
 
 
+def run_of(serial: int) -> int:
+    """Return the number of failed runs before an exchange."""
+    return serial >> _BITS
+
+
 class Ledger:
     """Counts exchanges, and records failures; used by one thread at a time.
 
@@ -60,6 +65,7 @@ class Ledger:
         failed: The number of runs that have failed.
         begun: The number of exchanges begun since then.
         closed: How often this process has closed.
+        ends: How often it has ended.
         lost: The first loss of a process, after which nothing works; None before.
         lost_ranks: The processes that cannot be reached.
     """
@@ -74,7 +80,7 @@ class Ledger:
         self._failures: dict[int, tuple[int, Failure]] = {}
         self._closed_by: dict[int, tuple[int, int]] = {}  # how often others have, and when last
         self._name = uuid4().hex  # in errors that were sent
-        self._ends = 0  # how often this process has ended
+        self.ends = 0  # how often this process has ended
         self._ends_of: dict[int, int] = {}  # how often others have
 
     @property
@@ -122,7 +128,7 @@ class Ledger:
 
     def record_failure(self, serial: int, failure: Failure) -> None:
         """Record that another process has failed in an exchange."""
-        failed = serial >> _BITS
+        failed = run_of(serial)
         if failed >= self.failed:  # else several have failed in the same run
             entry = serial, failure
             self._failures[failed] = min(entry, self._failures.get(failed, entry))
@@ -139,17 +145,21 @@ class Ledger:
 
     def end(self) -> None:
         """Record that this process ends: it sends nothing more until it starts again."""
-        self._ends += 1
+        self.ends += 1
 
-    def record_end(self, rank: int) -> bool:
-        """Record the end of another; return True if this one ended as often, so both may start."""
-        self._ends_of[rank] = self._ends_of.get(rank, 0) + 1
-        return self._ends_of[rank] <= self._ends
+    def record_end(self, rank: int, times: int) -> bool:
+        """Record that another process has ended for the ``times``-th time.
+
+        Returns:
+            True if this one has ended as often, so both may start.
+        """
+        self._ends_of[rank] = times
+        return times <= self.ends
 
     @property
     def ended(self) -> Failure | None:
         """The processes that have ended while this one has not, or None."""
-        ranks = tuple(rank for rank, times in self._ends_of.items() if times > self._ends)
+        ranks = tuple(rank for rank, times in self._ends_of.items() if times > self.ends)
         return Failure(ranks, "has ended" if len(ranks) == 1 else "have ended") if ranks else None
 
     def lose(self, ranks: Sequence[int], failure: Failure) -> bool:

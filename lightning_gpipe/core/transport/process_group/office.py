@@ -3,6 +3,9 @@
 There is one for all pipelines over the same processes, since a process that fails in one of them
 comes to none of the others. A value goes to the exchange that runs, or waits for the one that this
 process has not begun. A failure ends the exchange that runs, or the next one.
+
+Failures and ends concern all, and each process passes on what is news to it. Heartbeats go between
+neighbours in a tree, and carry what each subtree does to the root, which knows who waits in vain.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
+from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
+from lightning_gpipe.core.transport.process_group.gossip import Gossip
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
-from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
+from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger, run_of
 from lightning_gpipe.core.transport.process_group.requests import Requests
-from lightning_gpipe.core.transport.process_group.whereabouts import OWN, Waits
-from lightning_gpipe.core.transport.process_group.wire.link import PendingSend
+from lightning_gpipe.core.transport.process_group.tree import Tree
+from lightning_gpipe.core.transport.process_group.whereabouts import OWN, Waits, ranges_of
 from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
@@ -49,7 +54,7 @@ class Recipient(Protocol):
 
 
 class Office:
-    """Sends and receives for one process.
+    """Sends and receives for one process; made in all of them at once.
 
     Args:
         group: The process group of the owners of the pipelines, for host tensors.
@@ -59,7 +64,7 @@ class Office:
     Attributes:
         ranks: The global ranks of the connected processes.
         ledger: The state of the others.
-        links: The connections to them.
+        links: The connections to some of them.
         requests: The requests to all of them.
         on_lost: Called with the global ranks that are lost, and how, if not None.
     """
@@ -73,21 +78,24 @@ class Office:
         self._lock = threading.RLock()  # a garbage collection may close a pipeline
         self._process = os.getpid()
         self.ledger = Ledger()
-        self.requests = Requests(self._rank, len(ranks))
+        tree = Tree(len(ranks))
+        self._parent = tree.parent(self._rank)
+        self.requests = Requests(tree, self._rank)
+        self._gossip = Gossip()
         self._recipient: Recipient | None = None  # the exchange that runs
         self._early: dict[int, list[tuple[int, Header, Mail]]] = {}  # for later exchanges
-        self.links = Links(group, self._deliver, self._on_message, self._disconnect)
         self._heartbeat = Heartbeat(
-            self.links, lost_after, START, self._miss, self._whereabouts, self._beat
+            tree.neighbours(self._rank), lost_after, START, self._miss, self._send_beats, self._beat
         )
-        self._waits = Waits(ranks)
-        self._runs = f"runs of {ranks}"  # a group of operations, see Whereabouts
+        self._waits = Waits(ranks, tree, self._rank)
+        self._runs = f"runs of {ranges_of(ranks)}"  # a group of operations, see Whereabouts
         self._user_collectives = UserCollectives()
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._open = False  # for exchanges
         self._listens = False
         self._lost_at = math.inf  # when a loss became known
         self.on_lost: Callable[[Sequence[int], str], None] | None = None
+        self.links = Links(group, self)
 
     def open(self) -> None:
         """Be ready for exchanges, until :meth:`pause` or :meth:`close`."""
@@ -132,13 +140,15 @@ class Office:
                 return
             failing, known = self.ledger.fail(running=self._recipient is not None)
             self.ledger.mark_sent(error)
+            header = Header(MessageCode.FAILURE, failing, origin=self._rank)
+            known = known or not self._is_news(header)
             serial = self.ledger.serial
             self._leave_exchange()
             self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
             notes = [f"({note})" for note in getattr(error, "__notes__", [])]
             text = " ".join([f"failed: {type(error).__name__}: {error}", *notes])
-            self._tell_and_wait(Header(MessageCode.FAILURE, failing), text)
+            self._tell_and_wait(header, text)
 
     def _leave_exchange(self) -> None:
         self._recipient = None
@@ -159,7 +169,7 @@ class Office:
         """Record a loss of some global ranks, which another office of this process knows of."""
         own = [k for k, rank in enumerate(self.ranks) if rank in ranks]
         if own:
-            self._lose(own, Failure(tuple(own), how), told=True)
+            self._lose(own, Failure(tuple(own), how))
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
         """Call ``act``, on another thread, when waiting for another process is in vain."""
@@ -167,18 +177,28 @@ class Office:
 
     def pause(self) -> None:
         """Begin no exchange until others have closed too; others still hear this process."""
-        if self._open:
-            self.links.over(self._tell_all(self._closing(MessageCode.CLOSED)))
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            follows = self.ledger.close()  # another process, of which all hear
+            closed = self.ledger.closed
+            header = Header(MessageCode.CLOSED, self.ledger.serial, closed=closed)
+            header = header._replace(origin=self._rank)
+            first = not follows and self._is_news(header)
+        if first:
+            self._spread(header)
 
     def close(self) -> None:
         """End the threads; others end theirs when they close too, or go on."""
         if not self._listens or self._process != os.getpid():  # threads are not forked
             return
         self._heartbeat.stop()
+        self.pause()
         with self._lock:
-            header = self._closing(MessageCode.END)
             self._listens = False
             self.ledger.end()
+            header = Header(MessageCode.END, self.ledger.ends, origin=self._rank)
         deadline = time.monotonic() + TELL_TIMEOUT
         self._tell_and_wait(header)
         self._wait(lambda: self.links.join(_POLL, but=self.ledger.lost_ranks), deadline)
@@ -205,19 +225,23 @@ class Office:
         self.links.end()
         self._user_collectives.join()  # see Note [Threads end before the interpreter]
 
-    def _closing(self, code: MessageCode) -> Header:
-        """Return the header that says that this process closes, or has before."""
-        with self._lock:
-            follows = self.ledger.close() if self._open else True
-            self._open = False
-            return Header(code, self.ledger.serial, closed=self.ledger.closed, bits=follows)
+    def _is_news(self, header: Header) -> bool:
+        """Return True for a message that all must get, if they have no earlier one like it."""
+        about = header.serial
+        when: tuple[int, ...] = ()
+        if header.code == MessageCode.FAILURE:
+            about, when = run_of(header.serial), (header.serial, header.origin)
+        elif header.code == MessageCode.CLOSED:
+            about, when = header.closed, (header.serial, header.origin)
+        return self._gossip.is_news((header.code, about), *when)
 
-    def _tell_all(self, header: Header, text: str = "") -> list[PendingSend]:
-        return self.links.tell(header, text, but=self.ledger.lost_ranks)
+    def _spread(self, header: Header, text: str = "", *, but: int = -1) -> None:
+        """Tell all connected processes but one, each of which tells more."""
+        self.links.spread(header, text, but={*self.ledger.lost_ranks, but})
 
     def _tell_and_wait(self, header: Header, text: str = "") -> None:
         deadline = time.monotonic() + TELL_TIMEOUT
-        told = self.links.over(self._tell_all(header, text))
+        told = self.links.over(self.links.tell(header, text, but=self.ledger.lost_ranks))
         self._wait(lambda: told.wait(_POLL), deadline)
 
     def _wait(self, is_over: Callable[[], bool], deadline: float) -> None:
@@ -225,80 +249,109 @@ class Office:
         while not is_over() and time.monotonic() < min(deadline, self._lost_at + _LINGER):
             pass
 
-    # For the links, on the threads that receive, and for the heartbeat.
+    # For the links, on the threads that receive.
 
-    def _on_message(self, rank: int) -> None:
+    def on_message(self, rank: int) -> None:
         self._heartbeat.reset(rank)
 
-    def _deliver(self, rank: int, header: Header, content: Mail | str) -> bool:
-        """Deliver a message; return False if the process sends no more."""
+    def relay(self, header: Header, body: bytes, tensors: Sequence[Tensor]) -> None:
+        self.links.relay(header, body, tensors)
+
+    def deliver(self, rank: int, header: Header, content: Mail | str) -> bool:
         if isinstance(content, Mail):
-            self._deliver_mail(rank, header, content)
+            self._deliver_mail(header, content)
         elif header.code == MessageCode.BEAT:
-            self.requests.hear(rank, self._waits.hear(self.ranks[rank], content).requests)
+            self._hear_beat(rank, content)
         elif header.code == MessageCode.LOST:
             ranks, how = json.loads(content)
-            self._lose(ranks, Failure(tuple(ranks), how), told=True)
-        elif header.code == MessageCode.FAILURE:
-            self._record_failure(header, Failure((rank,), content))
-        elif header.code == MessageCode.CLOSED:
-            self._record_close(rank, header)
+            self._lose(ranks, Failure(tuple(ranks), how), but=rank)
+        elif header.code == MessageCode.CONNECT:
+            self._connect(header)
+        elif header.code in (MessageCode.END, MessageCode.ANSWER):
+            return self._end_link(rank, header)
         else:
-            return self._record_end(rank, header)
+            self._hear_news(rank, header, content)
         return True
 
-    def _deliver_mail(self, rank: int, header: Header, mail: Mail) -> None:
+    def on_disconnect(self, rank: int, error: BaseException) -> None:
+        self._notice_loss([rank], f"is lost: {error}")
+
+    def _deliver_mail(self, header: Header, mail: Mail) -> None:
+        arrival = header.origin, header, mail
         with self._lock:
             serial = self.ledger.serial
             if header.serial > serial:
-                self._early.setdefault(header.serial, []).append((rank, header, mail))
+                self._early.setdefault(header.serial, []).append(arrival)
             # Mail for an earlier exchange, which has failed, is dropped.
             recipient = self._recipient if header.serial == serial else None
         if recipient is not None:
-            recipient.arrive(rank, header, mail)
+            recipient.arrive(*arrival)
 
-    def _record_failure(self, header: Header, failure: Failure) -> None:
-        with self._lock:
-            self.ledger.record_failure(header.serial, failure)
-            self._changed.notify_all()
-            recipient, present = self._recipient, self.ledger.failure_at_end
-        if recipient is not None and present is not None:
-            recipient.fail(present)
-
-    def _record_close(self, rank: int, header: Header) -> None:
-        if header.bits:  # another process closed before, which is heard too
+    def _connect(self, header: Header) -> None:
+        """Connect to a process that asks for it, or pass its message on."""
+        if header.to != self._rank:
+            self.links.route(header)
             return
         with self._lock:
-            self.ledger.record_close(rank, header.closed, header.serial)
-            recipient, present = self._recipient, self.ledger.failure
+            link = self.links.accept(header.origin)
+            if self._listens:
+                link.start()
+
+    def _hear_news(self, rank: int, header: Header, text: str) -> None:
+        """Record how a process has failed, closed or ended, and pass it on, if it is news."""
+        with self._lock:
+            if not self._is_news(header):
+                return
+        # Before this process acts on it: the others hear of it before they see that this one ends.
+        self._spread(header, text, but=rank)
+        with self._lock:
+            if header.code == MessageCode.FAILURE:
+                self.ledger.record_failure(header.serial, Failure((header.origin,), text))
+                present = self.ledger.failure_at_end
+            elif header.code == MessageCode.CLOSED:
+                self.ledger.record_close(header.origin, header.closed, header.serial)
+                present = self.ledger.failure
+            else:
+                self.ledger.record_end(header.origin, header.serial)
+                present = None
+            self._changed.notify_all()
+            recipient = self._recipient
         if recipient is not None and present is not None:
             recipient.fail(present)
 
-    def _record_end(self, rank: int, header: Header) -> bool:
-        """Record the end of a process, or its answer; return False if it sends no more."""
+    def _end_link(self, rank: int, header: Header) -> bool:
+        """Record the end of a connected process, or its answer; return False if no more comes."""
+        ended = header.code == MessageCode.END
         with self._lock:
             more = self._listens  # this process had ended, but has begun again since
-            if header.code == MessageCode.END:
+            news = header._replace(code=MessageCode.ENDED)
+            spreads = ended and more and self._is_news(news)
+            if ended:
                 self._heartbeat.excuse(rank)
-                if not self.ledger.record_end(rank) and more:
+                if not self.ledger.record_end(rank, header.serial) and more:
                     self.links.over(self.links[rank].tell(Header(MessageCode.ANSWER, 0)))
                     more = False
             if not more:
                 self.links[rank].rest()
-        if header.code == MessageCode.END:
-            self._record_close(rank, header)
+        if spreads:
+            self._spread(news, but=rank)
         return more
 
-    def _disconnect(self, rank: int, error: BaseException) -> None:
-        self._lose([rank], Failure((rank,), f"is lost: {error}"))
+    # For the heartbeat, on its thread.
 
     def _miss(self, ranks: list[int]) -> None:
         seconds = self._lost_after.total_seconds()
         are = "is" if len(ranks) == 1 else "are"
-        self._lose(ranks, Failure(tuple(ranks), f"{are} lost: nothing was heard for {seconds:g} s"))
+        self._notice_loss(ranks, f"{are} lost: nothing was heard for {seconds:g} s")
 
-    def _lose(self, ranks: Sequence[int], failure: Failure, *, told: bool = False) -> None:
-        """Fail for good; ``told`` if another process noticed the loss."""
+    def _notice_loss(self, ranks: Sequence[int], how: str) -> None:
+        noticed = f"{how}, as rank {self.ranks[self._rank]} noticed"
+        self._lose(ranks, Failure(tuple(ranks), how), noticed)
+
+    def _lose(
+        self, ranks: Sequence[int], failure: Failure, others: str = "", *, but: int = -1
+    ) -> None:
+        """Fail for good, and tell all but one, in other words if there are any."""
         with self._lock:
             first = self.ledger.lose(ranks, failure)
             self._lost_at = min(self._lost_at, time.monotonic())
@@ -306,22 +359,36 @@ class Office:
             recipient = self._recipient
         if not first:
             return
-        if ranks and not told:  # before anything else: they see next that this process ends
-            how = f"{failure.how}, as rank {self.ranks[self._rank]} noticed"
-            self._tell_loss(Failure(failure.ranks, how))
+        # Before anything else: they see next that this process ends.
+        text = json.dumps((failure.ranks, others or failure.how))
+        self._spread(Header(MessageCode.LOST, 0), text, but=but)
         if recipient is not None:
             recipient.fail(failure)
         if self.on_lost is not None:
             self.on_lost([self.ranks[k] for k in ranks], failure.how)
         self._user_collectives.abort()
 
-    def _tell_loss(self, failure: Failure) -> None:
-        self._tell_all(Header(MessageCode.LOST, 0), json.dumps(failure))
+    def _send_beats(self) -> None:
+        """Send to the neighbours in the tree what this process, and others, do."""
+        self._waits.observe(OWN.now())
+        self._tell_neighbours()
 
-    def _whereabouts(self) -> str:
-        own = OWN.encode(self.requests.tell())
-        self._waits.hear(self.ranks[self._rank], own)
-        return own
+    def _tell_neighbours(self) -> None:
+        up = json.dumps([self.requests.to_parent(), self._waits.to_parent()])
+        down = json.dumps([self.requests.to_children(), self._waits.to_children()])
+        for link in self.links.near:
+            link.beat(up if link.rank == self._parent else down)
+
+    def _hear_beat(self, rank: int, text: str) -> None:
+        requests, waits = json.loads(text)
+        if rank == self._parent:
+            self._waits.hear_parent(waits)
+            news = self.requests.hear_parent(requests)
+        else:
+            self._waits.hear_child(rank, waits)
+            news = self.requests.hear_child(rank, requests)
+        if news and self._listens:  # someone waits for it
+            self._tell_neighbours()
 
     def _beat(self) -> None:
         text = self._waits.in_vain()
@@ -329,7 +396,6 @@ class Office:
             unnoticed = self._recipient is None and self.ledger.failure_next is not None
             failed = unnoticed or self.ledger.has_failed  # of which the waits come
         if text and not failed:
-            self._tell_loss(Failure((), text))
             self._lose([], Failure((), text))
         limit = self._heartbeat.limit
         self._user_collectives.beat(limit, unnoticed=unnoticed, in_vain=bool(text))

@@ -2,77 +2,125 @@
 
 A process that is told to stop must not do so alone, and a vote in each step would cost time. So the
 processes count their steps, and heartbeats carry the requests. A process that has heard of one
-tells the step at whose end it waits: the present one. It waits there until it knows these steps of
-all, and all fulfil the request after the latest of them::
+tells the step at whose end it waits: the present one. It waits there until it knows the latest of
+these steps, and all fulfil the request after that one::
 
     rank 0   step 4   step 5: asked   waits at its end for a beat   step 6   stops
     rank 1   step 4   step 5                  step 6: hears of it            stops
 
-The thread of the heartbeat answers, whatever the process does, so nobody waits for more than two
-beats.
+A request goes up the tree of processes and down again, and so do the answers: each process tells
+its parent how many have answered below it, and their latest step, and the root tells the latest of
+all. The threads of the heartbeats answer, whatever the processes do. Requests that are fulfilled
+and made again are told apart by the number of times.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
+
+from lightning_gpipe.core.transport.process_group.tree import Tree
+
+_Told = Mapping[str, Sequence[int]]
 
 
 class Requests:
     """The requests to the processes of a connection.
 
     Args:
+        tree: The tree of the processes.
         rank: The number of this process among them.
-        size: The number of processes.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
+    def __init__(self, tree: Tree, rank: int) -> None:
+        self._size = tree.size
+        self._is_root = tree.parent(rank) is None
         self._lock = threading.Lock()
         self._steps = 0  # that have ended here
         self._asked: set[str] = set()  # by signal handlers, which must not wait for the lock
-        self._ends: dict[str, dict[int, int]] = {}  # of each request: where each process waits
-        self._own_ends: dict[str, int] = {}  # the latest
-        self._fulfilled: dict[str, int] = {}  # after which step the latest was
+        self._times: dict[str, int] = {}  # how often each request was fulfilled here
+        self._ends: dict[str, int] = {}  # of each that is not yet: where this process waits
+        self._below: dict[int, _Told] = {}  # what each child has told: times, answers, latest step
+        # What the root has told: of which time it asks; and of which it knows the step, and which.
+        self._above: dict[str, tuple[int, int, int]] = {}
 
     def ask(self, request: str) -> None:
         """Ask all processes to fulfil a request; a signal handler may call this."""
         self._asked.add(request)
 
-    def tell(self) -> Mapping[str, int]:
-        """Return for each request the step at whose end this process waits, for a heartbeat."""
+    def to_parent(self) -> _Told:
+        """Return the answers of this process and those below it, for a heartbeat."""
         with self._lock:
-            for request in {*self._asked, *self._ends}:
-                ends = self._ends.setdefault(request, {})
-                self._own_ends[request] = ends.setdefault(self._rank, self._steps + 1)
-            return {**self._own_ends}
+            self._answer()
+            return {k: (self._times.get(k, 0), *self._answers(k)) for k in self._ends}
 
-    def hear(self, rank: int, ends: Mapping[str, int]) -> None:
-        """Record what a heartbeat of another process tells."""
+    def to_children(self) -> _Told:
+        """Return what the root asks, and what it knows, for a heartbeat."""
         with self._lock:
-            for request, step in ends.items():
-                if step > self._fulfilled.get(request, 0):
-                    self._ends.setdefault(request, {}).setdefault(rank, step)
+            self._answer()
+            return {**self._above}
+
+    def hear_child(self, rank: int, told: _Told) -> bool:
+        """Record what a child tells; return True if it is news."""
+        with self._lock:
+            news = self._below.get(rank, {}) != told
+            self._below[rank] = told
+            return news
+
+    def hear_parent(self, told: _Told) -> bool:
+        """Record what the parent tells; return True if it is news."""
+        with self._lock:
+            above = {k: (asks, knows, step) for k, (asks, knows, step) in told.items()}
+            news = self._above != above
+            self._above = above
+            return news
 
     def end_step(self) -> None:
         """Count a step; :meth:`due` must follow."""
         with self._lock:
             self._steps += 1
 
-    def due(self, absent: Collection[int]) -> list[str] | None:
+    def due(self, *, alone: bool) -> list[str] | None:
         """Return the requests that all fulfil after the present step; None if it is not known yet.
 
         Args:
-            absent: The processes that have ended, of which nothing will be heard.
+            alone: Whether others have ended, and will not answer.
         """
         with self._lock:
-            known = {k: ends for k, ends in self._ends.items() if self._rank in ends}
-            if any(len({*ends, *absent}) < self._size for ends in known.values()):
+            ends = {k: self._end_of(k, alone=alone) for k in self._ends}
+            if None in ends.values():
                 return None
-            due = sorted(k for k, ends in known.items() if max(ends.values()) <= self._steps)
+            due = sorted(k for k, end in ends.items() if end is not None and end <= self._steps)
             for request in due:
                 del self._ends[request]
                 self._asked.discard(request)
-                self._fulfilled[request] = self._steps
+                self._times[request] = self._times.get(request, 0) + 1
             return due
+
+    def _answer(self) -> None:
+        """Answer each request that is new; the root asks all others, too."""
+        told = [self._above, *self._below.values()]
+        for request in {*self._asked, *(k for each in told for k in each)}:
+            times = self._times.get(request, 0)
+            asked = (each[request][0] == times for each in told if request in each)
+            if request in self._asked or any(asked):
+                self._ends.setdefault(request, self._steps + 1)
+        for request in self._ends if self._is_root else ():
+            times, (answers, latest) = self._times.get(request, 0), self._answers(request)
+            _, knows, step = self._above.get(request, (0, -1, 0))
+            known = (times, latest) if answers == self._size else (knows, step)
+            self._above[request] = (times, *known)
+
+    def _answers(self, request: str) -> tuple[int, int]:
+        """Return the number of answers of this process and those below it, and the latest."""
+        below = [each[request] for each in self._below.values() if request in each]
+        present = [each for each in below if each[0] == self._times.get(request, 0)]
+        ends = [self._ends[request], *(step for _, _, step in present)]
+        return 1 + sum(number for _, number, _ in present), max(ends)
+
+    def _end_of(self, request: str, *, alone: bool) -> int | None:
+        """Return the step after which a request is fulfilled, or None."""
+        _, knows, step = self._above.get(request, (0, -1, 0))
+        if knows == self._times.get(request, 0):
+            return step
+        return self._answers(request)[1] if alone else None

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import NOTHING
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.programs import Route, sender
+from lightning_gpipe.core.programs import Route, SkipName, sender
 from lightning_gpipe.core.schedules import CALLER, Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.inline import InlineTransport
@@ -30,6 +30,8 @@ from lightning_gpipe.core.transport.process_group.connecting.shared_connections 
 from lightning_gpipe.core.transport.process_group.ledger import Failure, names_of
 from lightning_gpipe.core.transport.process_group.mismatch import PHASES, difference
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
+
+_END = Route(SkipName(None, "end"), CALLER, CALLER)  # of a phase, for those who get no result
 
 
 class ProcessGroupExchange(LocalExchange):
@@ -84,7 +86,7 @@ class ProcessGroupExchange(LocalExchange):
             if owner == layout.rank:
                 super().send(to, value, skip)
             elif 0 <= place < layout.n or (self._at_last and place == layout.n):
-                self._post([owner], to, value, skip)
+                self._post(owner, to, value, skip)
         elif self._awaited is not None and to not in self._awaited:
             pass
         elif self._at_last:
@@ -99,7 +101,7 @@ class ProcessGroupExchange(LocalExchange):
     def _send_result(self, to: Action, value: FlatTree, skip: Route | None) -> None:
         """Send a result to the callers of all processes."""
         super().send(to, value, skip)
-        self._post([link.rank for link in self._links], to, value, skip, hold=self._holds)
+        self._post_to_all(to, value, skip)
 
     def _send_to_reader(self, to: Action, value: FlatTree, skip: Route | None) -> None:
         """Send a result to the caller that uses it, and its end to the others."""
@@ -108,21 +110,20 @@ class ProcessGroupExchange(LocalExchange):
         if reader == layout.rank:
             super().send(to, value, skip)
         else:
-            self._post([reader], to, value, skip, hold=self._holds)
+            self._post(reader, to, value, skip)
         if skip is None and to == self.phase.last_result:
-            others = [link.rank for link in self._links if link.rank != reader]
-            self._post(others, to, FlatTree([]), None, hold=self._holds)
+            self._post_to_all(to, FlatTree([]), _END)
 
-    def _post(
-        self,
-        ranks: Sequence[int],
-        to: Action,
-        value: FlatTree,
-        skip: Route | None,
-        *,
-        hold: bool = False,
-    ) -> None:
-        self._links.post(ranks, self._header_now(), self._mail(to, value, skip), hold=hold)
+    @override
+    def receive_end(self) -> None:
+        self.receive(self.phase.last_result, _END if self._at_last else None)
+
+    def _post(self, rank: int, to: Action, value: FlatTree, skip: Route | None) -> None:
+        self._links.post(rank, self._header_now(), self._mail(to, value, skip))
+
+    def _post_to_all(self, to: Action, value: FlatTree, skip: Route | None) -> None:
+        mail = self._mail(to, value, skip)
+        self._links.post_to_all(self._header_now(), mail, hold=self._holds)
 
     @contextmanager
     def holding(self) -> Iterator[None]:

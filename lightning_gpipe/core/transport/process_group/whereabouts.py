@@ -9,6 +9,10 @@ waits for::
 
 Rank 0 waits until rank 1 comes to the third checkpoint, and rank 1 until rank 0 comes to the eighth
 batch: a circle, in which nothing moves ever after.
+
+The heartbeats go up a tree. Each carries what the processes below it do, those that do the same
+together, and of those that move only a few. So the root sees all that are still, and it is little
+while most move. It tells down the tree what only a few do: those for which the others may wait.
 """
 
 from __future__ import annotations
@@ -19,13 +23,18 @@ import sysconfig
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed
 
+from lightning_gpipe.core.transport.process_group.tree import Tree
+
 _STILL = 4  # beats in a row; a wait that ends by itself, such as for bytes on their way, is shorter
+_FEW = 8  # different things that processes do, and processes that do the same
 # Nobody's own code: PyTorch, Lightning and all that is installed, Python, and this package.
 _LIBRARIES = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -48,18 +57,16 @@ class Whereabouts:
         purpose: What the process waits for; empty if it does not wait for others.
         group: The group whose operation this is; empty if it is an unknown one.
         number: The number of the operation in its group.
-        ranks: The global ranks of the group.
+        ranks: The global ranks of the group, see :func:`ranges_of`.
         begun: The number of the last operation begun in each group.
-        requests: The requests to all processes, see :meth:`Requests.tell`.
     """
 
     line: str = ""
     purpose: str = ""
     group: str = ""
     number: int = 0
-    ranks: Sequence[int] = ()
+    ranks: Sequence[Sequence[int]] = ()
     begun: Mapping[str, int] = field(default_factory=dict)
-    requests: Mapping[str, int] = field(default_factory=dict)
 
     def waits_for(self, rank: int, other: Whereabouts) -> bool:
         """Return True if this process waits until another one comes, which waits itself."""
@@ -69,7 +76,8 @@ class Whereabouts:
             return bool(other.group)
         if (other.group, other.number) == (self.group, self.number):
             return other.purpose != self.purpose
-        return rank in self.ranks and other.begun.get(self.group, 0) < self.number
+        within = any(first <= rank <= last for first, last in self.ranks)
+        return within and other.begun.get(self.group, 0) < self.number
 
     def __str__(self) -> str:
         at = f" (at {self.line})" if self.line else ""
@@ -95,26 +103,28 @@ class OwnWhereabouts:
     def begin(self, group: str, number: int, ranks: Sequence[int], purpose: str) -> None:
         """Begin an operation, until :meth:`end`."""
         self._begun[group] = number
-        present = Whereabouts(purpose=purpose, group=group, number=number, ranks=ranks)
+        present = Whereabouts("", purpose, group, number, ranges_of(ranks))
         self._present = [*self._present, present]
 
     def end(self, group: str) -> None:
         """End the operation of a group, if there is one."""
         self._present = [each for each in self._present if each.group != group]
 
-    def encode(self, requests: Mapping[str, int]) -> str:
-        """Return what this process does now, and the requests, as a heartbeat carries them."""
+    def now(self) -> Whereabouts:
+        """Return what this process does now."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
-        now = {"line": users_line(frame), "begun": {**self._begun}, "requests": requests}
-        return json.dumps(asdict(present) | now)
+        return replace(present, line=users_line(frame), begun={**self._begun})
 
 
 OWN = OwnWhereabouts()  # state of the process, as the process groups of torch.distributed are
 
 
-# What all connected processes do, by global rank, as their latest heartbeats have told.
+# What connected processes do, by global rank, as far as few others do the same.
 OBSERVED: dict[int, Whereabouts] = {}
+
+# Whereabouts as text, whether they are still, and the global ranks of the processes.
+_Entry = tuple[str, bool, list[int]]
 
 
 class Waits:
@@ -122,40 +132,122 @@ class Waits:
 
     Args:
         ranks: Their global ranks.
+        tree: The tree over which they tell.
+        rank: The number of this process among them.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._latest: dict[int, Whereabouts] = {rank: Whereabouts() for rank in ranks}
-        self._beats = dict.fromkeys(ranks, 0)  # for how many each has done the same
+    def __init__(self, ranks: Sequence[int], tree: Tree, rank: int) -> None:
+        self._ranks = ranks
+        self._rank = ranks[rank]
+        self._is_root = tree.parent(rank) is None
+        # What the root knows of a process is as many beats older as there are between them.
+        self._still = _STILL + max(0, tree.depth - 1)
+        self._latest = ""
+        self._beats = 0  # for how many this process has done the same
+        self._below: dict[int, list[_Entry]] = {}  # as each child has told
+        self._seen: list[_Entry] = []  # what few do, as the parent has told
+        self._in_vain = ""  # the same
 
-    def hear(self, rank: int, encoded: str) -> Whereabouts:
-        """Record and return the whereabouts that a beat of a process carries."""
-        present = Whereabouts(**json.loads(encoded))
-        self._beats[rank] = self._beats[rank] + 1 if present == self._latest[rank] else 0
-        self._latest[rank] = OBSERVED[rank] = present
-        return present
+    def observe(self, own: Whereabouts) -> None:
+        """Record what this process does, at each beat."""
+        latest = json.dumps(asdict(own))
+        self._beats = self._beats + 1 if latest == self._latest else 0
+        self._latest = latest
+
+    def to_parent(self) -> list[Any]:
+        """Return what this process does, and those below it."""
+        entries = self._entries()
+        still = [entry for entry in entries if entry[1]]
+        moving = [entry for entry in entries if not entry[1]]
+        return _encode([*still, *moving[:_FEW]])
+
+    def to_children(self) -> list[Any]:
+        """Return what only few processes do, and whether some wait in vain."""
+        if self._is_root:
+            self._see(self._entries()[:_FEW])
+        return [_encode(self._seen), self._in_vain]
+
+    def hear_child(self, rank: int, told: list[Any]) -> None:
+        """Record what a child tells."""
+        self._below[rank] = _decode(told)
+
+    def hear_parent(self, told: list[Any]) -> None:
+        """Record what the parent tells."""
+        seen, self._in_vain = told
+        self._see(_decode(seen))
+
+    def _see(self, entries: list[_Entry]) -> None:
+        self._seen = [(text, still, ranks[:_FEW]) for text, still, ranks in entries]
+        for rank in self._ranks:
+            OBSERVED.pop(rank, None)
+        for text, _, ranks in self._seen:
+            OBSERVED.update(dict.fromkeys(ranks, Whereabouts(**json.loads(text))))
+
+    def _entries(self) -> list[_Entry]:
+        """Return what this process does, and those below it; first what the fewest do."""
+        found: dict[tuple[str, bool], list[int]] = {}
+        own = self._latest, self._beats >= self._still, [self._rank]
+        for text, still, ranks in chain([own], *list(self._below.values())):
+            found.setdefault((text, still), []).extend(ranks)
+        return sorted(((*key, sorted(ranks)) for key, ranks in found.items()), key=_number)
 
     def in_vain(self) -> str:
-        """Return an error message if some wait for one another and nothing moves, or nothing."""
-        stuck = {k: x for k, x in self._latest.items() if self._beats[k] >= _STILL}
+        """Return an error message if some wait for one another and nothing moves, or nothing.
+
+        The root finds out, and the others know what it has told.
+        """
+        if self._is_root:
+            self._in_vain = self._find()
+        return self._in_vain
+
+    def _find(self) -> str:
+        entries = [entry for entry in self._entries() if entry[1]]
+        stuck = [(Whereabouts(**json.loads(text)), ranks) for text, _, ranks in entries]
         while stuck:
-            waiting = {
-                k: x
-                for k, x in stuck.items()
-                if any(x.waits_for(rank, other) for rank, other in stuck.items())
-            }
+            waiting = [
+                (x, ranks)
+                for x, ranks in stuck
+                if any(x.waits_for(rank, other) for other, others in stuck for rank in others)
+            ]
             if len(waiting) == len(stuck):
                 break
             stuck = waiting
-        if not stuck or (
-            len(stuck) < len(self._latest) and not all(x.group for x in stuck.values())
-        ):
+        number = sum(len(ranks) for _, ranks in stuck)
+        if not stuck or (number < len(self._ranks) and not all(x.group for x, _ in stuck)):
             return ""  # a process in an operation that has no name may wait for one that moves
-        described = "; ".join(f"rank {rank} {x}" for rank, x in sorted(stuck.items()))
+        each = sorted((rank, str(x)) for x, ranks in stuck for rank in ranks[:_FEW])
+        described = "; ".join(f"rank {rank} {text}" for rank, text in each[:_FEW])
+        more = f"; and {number - _FEW} more" * (number > _FEW)
         return (
             "all processes must do the same in the same order, but some wait for one another, and "
-            f"for different things: {described}. {SAME_CODE}"
+            f"for different things: {described}{more}. {SAME_CODE}"
         )
+
+
+def ranges_of(ranks: Sequence[int]) -> list[list[int]]:
+    """Return the first and the last of each run of consecutive ranks, which are in order."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ranges
+
+
+def _encode(entries: list[_Entry]) -> list[Any]:
+    return [(text, still, ranges_of(ranks)) for text, still, ranks in entries]
+
+
+def _decode(told: list[Any]) -> list[_Entry]:
+    return [
+        (text, still, [rank for first, last in ranges for rank in range(first, last + 1)])
+        for text, still, ranges in told
+    ]
+
+
+def _number(entry: _Entry) -> int:
+    return len(entry[2])
 
 
 def users_line(frame: FrameType | None = None) -> str:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -21,27 +20,17 @@ from tests.support.waiting import PATIENCE
 RANKS = [1, 2]
 
 
-class FakeLink:
-    """The connection to a process, which counts the beats that it sends."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.beats = 0
-
-    def beat(self, text: str) -> None:
-        self.beats += 1
-
-
 class Watch:
-    """A heartbeat over fake links, with what it reports; ``after_beat`` is called on its thread."""
+    """A heartbeat with what it reports; ``after_beat`` is called on its thread."""
 
     def __init__(self, start: int = 1) -> None:
-        self.links = [FakeLink(rank) for rank in RANKS]
+        self.sent = 0
         self.silent: list[list[int]] = []
         self.after_beat: Callable[[], None] = lambda: None
-        links = cast(Any, self.links)  # of Links, it takes the iteration only
         lost_after = timedelta(seconds=0.02)
-        self.heartbeat = Heartbeat(links, lost_after, start, self.silent.append, str, self._on_beat)
+        self.heartbeat = Heartbeat(
+            RANKS, lost_after, start, self.silent.append, self._send, self._on_beat
+        )
         self._left = 0
         self._done = threading.Event()
 
@@ -51,6 +40,9 @@ class Watch:
         self._done.clear()
         self.heartbeat.start()
         assert self._done.wait(PATIENCE)
+
+    def _send(self) -> None:
+        self.sent += 1
 
     def _on_beat(self) -> None:
         self.after_beat()
@@ -65,10 +57,18 @@ def watch() -> Watch:
     return Watch()
 
 
-def test_beats_go_to_all_other_processes(watch: Watch) -> None:
+def test_first_beat_is_sent_at_once(watch: Watch) -> None:
     watch.run(5)
 
-    assert [link.beats for link in watch.links] == [1 + 5, 1 + 5], "the first one at once"
+    assert watch.sent == 1 + 5
+
+
+def test_process_that_is_no_neighbour_may_be_silent(watch: Watch) -> None:
+    watch.heartbeat.reset(3)
+
+    watch.run(5 * watch.heartbeat.limit)
+
+    assert watch.silent == [[1, 2]]
 
 
 def test_silent_process_is_reported_once(watch: Watch) -> None:

@@ -105,16 +105,16 @@ def test_end_that_follows_that_of_this_process() -> None:
     ledger = Ledger()
     ledger.end()
 
-    assert ledger.record_end(1)
+    assert ledger.record_end(1, 1)
     assert ledger.ended is None
 
 
 def test_end_of_a_process_while_this_one_goes_on() -> None:
     ledger = Ledger()
 
-    assert not ledger.record_end(1)
+    assert not ledger.record_end(1, 1)
     assert ledger.ended == Failure((1,), "has ended")
-    assert not ledger.record_end(2)
+    assert not ledger.record_end(2, 1)
     assert ledger.ended == Failure((1, 2), "have ended")
     ledger.end()
     assert ledger.ended is None

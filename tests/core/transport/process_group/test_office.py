@@ -5,6 +5,7 @@ import threading
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,6 +63,9 @@ class PlayedGroup:
         self.sent.put((rank, tensors[0]))
         return Sent(self._of_second if rank == 1 else self._read)
 
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        return Work(self._gone)
+
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         return Work(self._of_second if rank == 1 else self.ended)
 
@@ -74,6 +78,9 @@ class PlayedGroup:
             header, content = open_message(frame, lambda room: None)
             if header.code == code:
                 return rank, bytes(content).decode()
+
+
+NOBODY: Any = Mock()  # takes what comes
 
 
 def test_who_noticed_a_loss_is_named_by_its_global_rank() -> None:
@@ -119,7 +126,7 @@ def test_process_that_others_know_as_lost_is_neither_told_nor_awaited(
 def test_process_that_has_ended_is_told_but_not_awaited() -> None:
     """Once one that ended last waited for five seconds: the others read nothing any more."""
     group: Any = PlayedGroup(stopped=True)
-    links = Links(group, lambda *_: True, lambda _: None, lambda *_: None)
+    links = Links(group, NOBODY)
     links.start()
     links[1].rest()
 
@@ -134,7 +141,7 @@ def test_process_that_has_ended_is_told_but_not_awaited() -> None:
 def test_heartbeat_of_hours_to_a_process_that_has_ended() -> None:
     """Once it waited for the first of a thousand beats, so the others took it for lost."""
     group: Any = PlayedGroup(stopped=True)
-    links = Links(group, lambda *_: True, lambda _: None, lambda *_: None)
+    links = Links(group, NOBODY)
 
     def beat() -> None:
         for _ in range(1_010):

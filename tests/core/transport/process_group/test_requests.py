@@ -5,57 +5,64 @@ import random
 import pytest
 
 from lightning_gpipe.core.transport.process_group.requests import Requests
+from lightning_gpipe.core.transport.process_group.tree import Tree
 
 
-def beat(processes: list[Requests], rank: int) -> None:
-    """Let one process tell all others."""
-    told = processes[rank].tell()
-    for other in processes:
-        if other is not processes[rank]:
-            other.hear(rank, told)
+def connected(size: int, fan_out: int = 8) -> tuple[Tree, list[Requests]]:
+    tree = Tree(size, fan_out=fan_out)
+    return tree, [Requests(tree, rank) for rank in range(size)]
+
+
+def beat(tree: Tree, processes: list[Requests], rank: int) -> bool:
+    """Let one process tell its neighbours; True if one of them learns something."""
+    parent, own = tree.parent(rank), processes[rank]
+    news = parent is not None and processes[parent].hear_child(rank, own.to_parent())
+    heard = [processes[child].hear_parent(own.to_children()) for child in tree.children(rank)]
+    return any([news, *heard])
 
 
 def test_step_without_a_request() -> None:
-    (process,) = processes = [Requests(0, 1)]
-    beat(processes, 0)
+    tree, (process,) = connected(1)
+    beat(tree, [process], 0)
     process.end_step()
 
-    assert process.due([]) == []
+    assert process.due(alone=False) == []
 
 
 def test_one_that_has_heard_waits_for_the_answers_of_all() -> None:
-    processes = [Requests(rank, 2) for rank in range(2)]
+    tree, processes = connected(2)
     one, two = processes
     one.ask("stop")
-    beat(processes, 0)
+    beat(tree, processes, 0)
     for each in processes:
         each.end_step()
 
-    assert one.due([]) is None, "it does not know where the other waits"
-    assert two.due([]) == [], "it has not told where it waits itself"
+    assert one.due(alone=False) is None, "it does not know where the other waits"
+    assert two.due(alone=False) == [], "it has not told where it waits itself"
 
-    beat(processes, 1)
-    assert one.due([]) == [], "the other is in the next step"
+    beat(tree, processes, 1)
+    beat(tree, processes, 0)
+    assert one.due(alone=False) == [], "the other is in the next step"
     for each in processes:
         each.end_step()
-        assert each.due([]) == ["stop"]
+        assert each.due(alone=False) == ["stop"]
 
 
 def test_one_that_has_ended_is_not_awaited() -> None:
-    one = Requests(0, 2)
+    _, (one, _) = connected(2)
     one.ask("stop")
-    one.tell()
+    one.to_parent()
     one.end_step()
 
-    assert one.due([1]) == ["stop"]
+    assert one.due(alone=True) == ["stop"]
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_all_fulfil_after_the_same_step(seed: int) -> None:
     """Steps, beats and requests in a drawn order; no process is more than a step ahead."""
     draw = random.Random(seed)
-    size = draw.choice([2, 3, 5])
-    processes = [Requests(rank, size) for rank in range(size)]
+    size = draw.choice([2, 3, 5, 8])
+    tree, processes = connected(size, draw.choice([1, 2, 8]))
     steps = [0] * size
     waits = [False] * size
     fulfilled: list[list[tuple[int, str]]] = [[] for _ in processes]
@@ -64,7 +71,7 @@ def test_all_fulfil_after_the_same_step(seed: int) -> None:
         rank = draw.randrange(size)
         process = processes[rank]
         if draw.random() < 0.4:
-            beat(processes, rank)
+            beat(tree, processes, rank)
         if k < 1500 and draw.random() < 0.005:
             request = draw.choice(list(asked))
             process.ask(request)
@@ -73,7 +80,7 @@ def test_all_fulfil_after_the_same_step(seed: int) -> None:
             process.end_step()
             steps[rank] += 1
             waits[rank] = True
-        if waits[rank] and (due := process.due([])) is not None:
+        if waits[rank] and (due := process.due(alone=False)) is not None:
             fulfilled[rank] += [(steps[rank], request) for request in due]
             waits[rank] = False
 
@@ -85,15 +92,31 @@ def test_all_fulfil_after_the_same_step(seed: int) -> None:
 
 
 def test_request_can_be_made_again() -> None:
-    processes = [Requests(rank, 2) for rank in range(2)]
+    tree, processes = connected(2)
     for _ in range(2):
         processes[1].ask("save")
-        for rank in (1, 0, 1):
-            beat(processes, rank)
+        for rank in (1, 0, 1, 0):
+            beat(tree, processes, rank)
         for each in processes:
             each.end_step()
-            assert each.due([]) == ["save"]
+            assert each.due(alone=False) == ["save"]
         for rank in (0, 1):
-            beat(processes, rank)
+            beat(tree, processes, rank)
             processes[rank].end_step()
-        assert [each.due([]) for each in processes] == [[], []]
+        assert [each.due(alone=False) for each in processes] == [[], []]
+
+
+def test_what_is_told_again_is_no_news() -> None:
+    """Each who learns something tells it at once, until nobody learns anything."""
+    tree, processes = connected(5, fan_out=2)
+    assert not any(beat(tree, processes, rank) for rank in range(5))
+    processes[4].ask("stop")
+
+    rounds = 0
+    while sum(beat(tree, processes, rank) for rank in range(5)):
+        rounds += 1
+
+    assert 0 < rounds <= 4 * tree.depth
+    for each in processes:
+        each.end_step()
+        assert each.due(alone=False) == ["stop"]

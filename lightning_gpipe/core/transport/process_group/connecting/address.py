@@ -25,13 +25,16 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def device_for() -> Any:
-    """Return Gloo's device for the interface that the user chose, or that leads to the others."""
+    """Return Gloo's device for the interface that the user chose, or that leads to the others.
+
+    Over it, two processes connect when they talk to one another for the first time.
+    """
     if interface := os.environ.get(_VARIABLE):
-        return ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        return ProcessGroupGloo.create_device(interface=interface.split(",")[0], lazy_init=True)
     if master := os.environ.get("MASTER_ADDR"):
         with suppress(OSError):  # the name is unknown here
-            return ProcessGroupGloo.create_device(hostname=own_addresses(master)[0])
-    return ProcessGroupGloo.create_default_device()
+            return ProcessGroupGloo.create_device(hostname=own_addresses(master)[0], lazy_init=True)
+    return ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
 def choose_interface(main_address: str) -> None:

@@ -29,9 +29,11 @@ from lightning_gpipe.core.transport.process_group.connecting.shared_connections 
 from lightning_gpipe.core.transport.process_group.connecting.signed_store import signature
 from lightning_gpipe.core.transport.process_group.office import START, Office
 from lightning_gpipe.core.transport.process_group.requests import Requests
+from lightning_gpipe.core.transport.process_group.tree import Tree
 
 _LOST_AFTER = timedelta(seconds=30)
 _POLL = 0.1  # seconds
+_CONNECTS = 5  # how often Gloo tries to connect, for as long as its timeout each time
 
 
 def start_timeout(lost_after: timedelta | None) -> timedelta:
@@ -120,7 +122,8 @@ class Lifeline:
         self._connection = connect(None, lost_after, ())
         self._office = self._connection.office
         # New, for steps are counted from a start that all processes have in common.
-        self._requests = self._office.requests = Requests(dist.get_rank(), dist.get_world_size())
+        tree = Tree(dist.get_world_size())
+        self._requests = self._office.requests = Requests(tree, dist.get_rank())
         self._connection.keep()
 
     def ask(self, request: str) -> None:
@@ -138,8 +141,7 @@ class Lifeline:
         """
         self._requests.end_step()
         while True:
-            absence = self._office.absence()
-            due = self._requests.due(() if absence is None else absence.ranks)
+            due = self._requests.due(alone=self._office.absence() is not None)
             if due is not None:
                 return due
             if (failure := self._office.failure(_POLL)) is not None:
@@ -185,25 +187,25 @@ def _common_office(peers: Peers, rank: int, latest: SharedOffice | None) -> Shar
     name = call_with_timeout(3 * patience, agree, message)
     if latest is not None and name == offer:
         return latest
-    members = PrefixStore(signature(name), store), rank, len(peers.ranks), peers.lost_after
-    group = call_with_timeout(patience, partial(_gloo_group, *members), message)
-    return SharedOffice(Office(group, peers.ranks, peers.lost_after), peers, name)
+    make = partial(_new_office, PrefixStore(signature(name), store), rank, peers)
+    return SharedOffice(call_with_timeout(patience, make, message), peers, name)
 
 
-def _gloo_group(store: Store, rank: int, size: int, lost_after: timedelta) -> ProcessGroupGloo:
-    """Make a group of these processes over Gloo.
+def _new_office(store: Store, rank: int, peers: Peers) -> Office:
+    """Make an office over a group of its own over Gloo.
 
     ``torch.distributed.new_group`` names a group by the number of earlier groups, in which ranks
     may differ, or it waits for all processes, which may not come.
     """
     gloo: Any = ProcessGroupGloo  # the stubs have no options
     options = gloo._Options()
-    options._timeout = lost_after
+    options._timeout = peers.lost_after / _CONNECTS
     options._devices = [device_for()]
     try:
-        return ProcessGroupGloo(store, rank, size, options)
+        group = ProcessGroupGloo(store, rank, len(peers.ranks), options)
+        return Office(group, peers.ranks, peers.lost_after)
     except RuntimeError as error:
-        seconds = lost_after.total_seconds()
+        seconds = peers.lost_after.total_seconds()
         raise RuntimeError(
             f"all processes of a pipeline must be connected within {seconds:g} s: rank {rank} "
             f"could not be: {error}. If the machine has several networks, set GLOO_SOCKET_IFNAME "

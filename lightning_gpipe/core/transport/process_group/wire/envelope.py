@@ -81,9 +81,14 @@ def open_message(frame: Tensor, receive: Callable[[Tensor], None]) -> tuple[Head
 
 
 class Reader:
-    """Reads the values of a message, one after another; ``receive`` gets bytes that follow it."""
+    """Reads the values of a message, one after another; ``receive`` gets bytes that follow it.
+
+    Attributes:
+        tensors: Those of the present value as bytes, as far as they have been read.
+    """
 
     def __init__(self, content: memoryview, receive: Callable[[Tensor], None]) -> None:
+        self.tensors: list[Tensor] = []
         self._content = content
         self._receive = receive
         self._at = 0
@@ -92,6 +97,7 @@ class Reader:
         """Yield the body of each value; then :meth:`fill` must read its tensors."""
         while self._at < len(self._content):
             (size,) = _SIZE.unpack(self._next(_SIZE.size))
+            self.tensors = []
             yield bytes(self._next(size))
 
     def fill(self, room: Tensor) -> None:
@@ -100,6 +106,7 @@ class Reader:
             self._receive(room)
         else:
             room.numpy().data[:] = self._next(room.numel())
+        self.tensors.append(room)
 
     def _next(self, size: int) -> memoryview:
         start, self._at = self._at, self._at + size

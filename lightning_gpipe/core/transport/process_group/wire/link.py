@@ -3,6 +3,9 @@
 Sending returns at once; the memory must stay unchanged until the send has completed. A thread
 receives all messages in order, and delivers them. Both need a backend that sends and receives host
 tensors, such as Gloo.
+
+Gloo connects two processes when the first message goes between them, and waits until both have one.
+So a link connects on its own thread, or before it starts, and sends wait in a queue until it has.
 """
 
 from __future__ import annotations
@@ -10,15 +13,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from lightning_gpipe.core.transport.process_group.abort import abort_gloo
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
     FRAME,
     Envelope,
@@ -26,7 +30,12 @@ from lightning_gpipe.core.transport.process_group.wire.envelope import (
     open_message,
     seal,
 )
-from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
+from lightning_gpipe.core.transport.process_group.wire.message import (
+    ALL,
+    Header,
+    Mail,
+    MessageCode,
+)
 
 _TAG, _TAG_AFTER = 7_300, 7_301  # of messages, and of the bytes that go after them
 # A process may pause for as long as it likes: the group's timeout is for its connection only.
@@ -36,10 +45,39 @@ _BEATS = 1_000  # the most that may be on their way
 _AHEAD = 2  # receives in flight: the next message arrives while one is read
 
 
+class Work(Protocol):
+    """A send of torch.distributed, or one that waits for a connection."""
+
+    def wait(self, timeout: timedelta) -> object: ...
+
+
+class QueuedSend:
+    """A send that begins once there is a connection."""
+
+    def __init__(self, begin: Callable[[], Work]) -> None:
+        self._begin = begin
+        self._begun: Future[Work] = Future()
+
+    def begin(self) -> None:
+        """Begin to send."""
+        try:
+            self._begun.set_result(self._begin())
+        except RuntimeError as error:
+            self._begun.set_exception(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the wait for it end: there will be no connection."""
+        self._begun.set_exception(error)
+
+    def wait(self, timeout: timedelta) -> object:
+        """Wait as for a send of torch.distributed."""
+        return self._begun.result(timeout.total_seconds()).wait(timeout)
+
+
 class PendingSend(NamedTuple):
     """Bytes on their way."""
 
-    work: Any  # the send in torch.distributed
+    work: Work  # the send in torch.distributed
     content: Tensor  # the bytes, which must live until it has completed
     copied: bool  # if nobody else has them; else they must not be changed until then
 
@@ -52,26 +90,39 @@ class ConnectionBroken(RuntimeError):
     """Raised where a connection to another process has ended."""
 
 
+class Receiver(Protocol):
+    """Takes what comes over links, on their threads."""
+
+    def on_message(self, rank: int) -> None:
+        """Know that anything has come from a process."""
+
+    def relay(self, header: Header, body: bytes, tensors: Sequence[Tensor]) -> None:
+        """Pass on a value for all processes."""
+
+    def deliver(self, rank: int, header: Header, content: Mail | str) -> bool:
+        """Take a header, and the value or the text after it; return False if no more will come."""
+
+    def on_disconnect(self, rank: int, error: BaseException) -> None:
+        """Know that a connection has ended."""
+
+
 class Link:
-    """Sends to one other process, and receives from it; see :class:`Links` for the callbacks.
+    """Sends to one other process, and receives from it.
+
+    Args:
+        group: The process group.
+        rank: The other process.
+        receiver: Takes what comes.
 
     Attributes:
         rests: Whether nothing is received, since one of both has ended.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroupGloo,
-        rank: int,
-        deliver: Callable[[int, Header, Mail | str], bool],
-        on_message: Callable[[int], None],
-        on_lost: Callable[[int, BaseException], None],
-    ) -> None:
+    def __init__(self, group: ProcessGroupGloo, rank: int, receiver: Receiver) -> None:
         self.rank = rank
         self._group: Any = group  # the stubs have neither send nor recv
-        self._deliver = deliver
-        self._on_message = on_message
-        self._on_lost = on_lost
+        self._receiver = receiver
+        self._queue: list[QueuedSend] | None = []  # None once it is connected
         self._lock = threading.RLock()  # the parts of a message must stay together
         self._beats: deque[PendingSend] = deque()
         self._envelope = Envelope()  # the values that are held back
@@ -80,6 +131,20 @@ class Link:
         self._last_frame = _frame()  # of the last message; it is used again for the next receive
         self._thread: threading.Thread | None = None
         self.rests = True
+
+    @property
+    def reads(self) -> bool:
+        """True while the other process may be expected to read what is sent."""
+        return self._queue is None and not self.rests
+
+    def connect(self) -> None:
+        """Wait until the other process connects too, and send what has been queued."""
+        while len(self._receives) < _AHEAD:
+            self._receive_into(_frame())
+        with self._lock:
+            queue, self._queue = self._queue or [], None
+            for send in queue:
+                send.begin()
 
     def start(self) -> None:
         """Start the receiving thread, unless it runs."""
@@ -126,14 +191,11 @@ class Link:
         """Send a heartbeat, and what this process does; not more than will be read one day."""
         if self.rests and len(self._beats) == _BEATS:
             return
-        with suppress(RuntimeError):  # the receiving thread notices the loss too
+        # The receiving thread notices the loss too.
+        with suppress(RuntimeError), self._lock:
             self._beats += self._send_message(*seal(Header(MessageCode.BEAT, 0), text.encode()))
             while len(self._beats) > _BEATS:  # the first was sent long ago
                 self._beats.popleft().wait()
-
-    def abort(self) -> None:
-        """End all connections of the group, and with them all waits for them."""
-        abort_gloo(self._group, self.rank)
 
     def join(self, timeout: float) -> bool:
         """Wait for the receiving thread to end, which it does when the other process closes."""
@@ -143,8 +205,13 @@ class Link:
         return not self._thread.is_alive()
 
     def _send(self, content: Tensor, tag: int, *, copied: bool) -> PendingSend:
+        begin = partial(self._group.send, [content], self.rank, tag)
+        if self._queue is not None:
+            send = QueuedSend(begin)
+            self._queue.append(send)
+            return PendingSend(send, content, copied)
         try:
-            return PendingSend(self._group.send([content], self.rank, tag), content, copied)
+            return PendingSend(begin(), content, copied)
         except RuntimeError as error:
             raise ConnectionBroken(str(error)) from error
 
@@ -157,11 +224,9 @@ class Link:
 
     def _next_frame(self) -> Tensor:
         """Wait for the next message."""
-        while len(self._receives) < _AHEAD:
-            self._receive_into(_frame())
         work, frame = self._receives.popleft()
         work.wait(_PATIENCE)
-        self._on_message(self.rank)
+        self._receiver.on_message(self.rank)
         self._receive_into(self._last_frame)  # before this message is read: the next comes sooner
         self._last_frame = frame
         return frame
@@ -173,23 +238,31 @@ class Link:
         """Receive bytes that go after a message."""
         for piece in _pieces(content):
             self._group.recv([piece], self.rank, _TAG_AFTER).wait(_PATIENCE)
-            self._on_message(self.rank)
+            self._receiver.on_message(self.rank)
 
     def _receive(self) -> None:
         try:
+            self.connect()
             while True:
                 header, content = open_message(self._next_frame(), self._receive_after)
                 if header.code == MessageCode.VALUES:
                     self._receive_values(header, content)
-                elif not self._deliver(self.rank, header, bytes(content).decode()):
+                elif not self._receiver.deliver(self.rank, header, bytes(content).decode()):
                     return
         except BaseException as error:
-            self._on_lost(self.rank, error)
+            with self._lock:
+                queue, self._queue = self._queue or [], None
+            for send in queue:
+                send.fail(error)
+            self._receiver.on_disconnect(self.rank, error)
 
     def _receive_values(self, header: Header, content: memoryview) -> None:
         reader = Reader(content, self._receive_after)
         for body in reader:
-            self._deliver(self.rank, header, Mail.decode(body, reader.fill))
+            mail = Mail.decode(body, reader.fill)
+            if header.to == ALL:
+                self._receiver.relay(header, body, reader.tensors)
+            self._receiver.deliver(self.rank, header, mail)
 
 
 def _frame() -> Tensor:

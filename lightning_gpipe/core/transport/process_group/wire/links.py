@@ -1,4 +1,10 @@
-"""The connections to all other processes, and the sends that have not completed.
+"""The connections to other processes, and the sends that have not completed.
+
+A process is connected with its neighbours in a tree of all processes, and with those that it has
+values for, or that have values for it: it asks them over the tree to connect too. What all must
+know, it tells all that it is connected with, and each of them passes it on once. So it gets around
+a process that is lost, and whoever is connected with a process hears of what that knows before it
+sees that the process ends.
 
 A send returns at once, and reads its memory later. Copies in messages only have to live so long.
 Other memory must stay unchanged until then, so a phase ends when its sends have completed.
@@ -8,18 +14,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
+from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from lightning_gpipe.core.transport.process_group.abort import abort_gloo
+from lightning_gpipe.core.transport.process_group.tree import Tree
 from lightning_gpipe.core.transport.process_group.wire.link import (
     ConnectionBroken,
     Link,
     PendingSend,
+    Receiver,
 )
-from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail
+from lightning_gpipe.core.transport.process_group.wire.message import (
+    ALL,
+    Header,
+    Mail,
+    MessageCode,
+)
 from lightning_gpipe.core.transport.threads import WorkerThread
 
 _POLL = 0.2  # seconds
@@ -28,40 +43,36 @@ _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
 
 
 class Links:
-    """Sends to all other processes, and receives from them.
+    """Sends to other processes, and receives from them; made in all of them at once.
 
     Args:
         group: The process group of all.
-        deliver: Called with a rank, a header, and the value or the text that came after it; returns
-            False if nothing more will come.
-        on_message: Called with the rank when anything has come.
-        on_lost: Called with the rank and the error when a connection has ended.
+        receiver: Takes what comes.
+
+    Attributes:
+        near: The connections to the neighbours in the tree.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroupGloo,
-        deliver: Callable[[int, Header, Mail | str], bool],
-        on_message: Callable[[int], None],
-        on_lost: Callable[[int, BaseException], None],
-    ) -> None:
-        self._by_rank = {
-            rank: Link(group, rank, deliver, on_message, on_lost)
-            for rank in range(group.size())
-            if rank != group.rank()
-        }
-        self._on_lost = on_lost
-        self._lock = threading.Lock()
+    def __init__(self, group: ProcessGroupGloo, receiver: Receiver) -> None:
+        self._group = group
+        self._receiver = receiver
+        self._rank = group.rank()
+        self._tree = Tree(group.size())
+        self._by_rank: dict[int, Link] = {}
+        self._lock = threading.RLock()
         self._sends: list[PendingSend] = []  # of memory that must stay unchanged
         self._copies: list[PendingSend] = []
         self._waiter: WorkerThread | None = None
         self._earlier: list[WorkerThread] = []  # that may wait still
+        self.near = [self._link_to(rank) for rank in self._tree.neighbours(self._rank)]
+        for link in self.near:  # the parent first, so that no circle waits
+            link.connect()
 
     def __getitem__(self, rank: int) -> Link:
         return self._by_rank[rank]
 
     def __iter__(self) -> Iterator[Link]:
-        return iter(self._by_rank.values())
+        return iter([*self._by_rank.values()])  # other threads may add some
 
     def start(self) -> None:
         """Start the threads that receive, and the one that waits for sends, unless they run."""
@@ -70,11 +81,45 @@ class Links:
         for link in self:
             link.start()
 
-    def post(self, ranks: Iterable[int], header: Header, mail: Mail, *, hold: bool = False) -> None:
-        """Send a value to other processes, see :meth:`Link.post`."""
-        value = mail.encode()
-        for rank in ranks:
-            self._send(rank, partial(self._by_rank[rank].post, header, *value, hold=hold))
+    def accept(self, rank: int) -> Link:
+        """Return the connection to a process that has asked for one."""
+        with self._lock:
+            return self._by_rank.get(rank) or self._link_to(rank)
+
+    def _link_to(self, rank: int) -> Link:
+        link = self._by_rank[rank] = Link(self._group, rank, self._receiver)
+        return link
+
+    def _reach(self, rank: int) -> Link:
+        """Return the connection to a process, which is asked to connect if there is none."""
+        with self._lock:
+            if rank in self._by_rank:
+                return self._by_rank[rank]
+            link = self._link_to(rank)
+        link.start()
+        self.route(Header(MessageCode.CONNECT, 0, origin=self._rank, to=rank))
+        return link
+
+    def route(self, header: Header) -> None:
+        """Send a header towards the process that it is for."""
+        hop = self._tree.next_hop(self._rank, header.to)
+        self._send(hop, partial(self._by_rank[hop].tell, header))
+
+    def post(self, rank: int, header: Header, mail: Mail) -> None:
+        """Send a value to another process, see :meth:`Link.post`."""
+        header = header._replace(origin=self._rank, to=rank)
+        self._send(rank, partial(self._reach(rank).post, header, *mail.encode()))
+
+    def post_to_all(self, header: Header, mail: Mail, *, hold: bool = False) -> None:
+        """Send a value to all other processes, over the tree whose root this one is."""
+        self.relay(header._replace(origin=self._rank, to=ALL), *mail.encode(), hold=hold)
+
+    def relay(
+        self, header: Header, body: bytes, tensors: Sequence[Tensor], *, hold: bool = False
+    ) -> None:
+        """Send a value for all processes to the children in the tree of the one that it is of."""
+        for rank in Tree(self._tree.size, header.origin).children(self._rank):
+            self._send(rank, partial(self._reach(rank).post, header, body, tensors, hold=hold))
 
     def flush(self) -> None:
         """Send all values that were held back."""
@@ -84,7 +129,7 @@ class Links:
     def tell(
         self, header: Header, text: str = "", *, but: Collection[int] = ()
     ) -> list[PendingSend]:
-        """Send a header and a text to all processes but some.
+        """Send a header and a text to all connected processes but some.
 
         Returns:
             The sends to those that receive: another one reads nothing until it starts again.
@@ -93,9 +138,15 @@ class Links:
         for link in self:
             if link.rank not in but:
                 with suppress(RuntimeError), self._lock:  # the receiving thread notices a loss too
-                    told = self._copies if link.rests else sends
+                    told = sends if link.reads else self._copies
                     told += link.tell(header, text)
         return sends
+
+    def spread(self, header: Header, text: str, *, but: Collection[int]) -> None:
+        """Send a header and a text to all connected processes but some, and wait for none."""
+        sends = self.tell(header, text, but=but)
+        with self._lock:
+            self._copies += sends
 
     def settle(self, check: Callable[[], None]) -> None:
         """Wait until all sends of values but copies have completed, or ``check`` raises."""
@@ -121,9 +172,8 @@ class Links:
         return all(link.join(max(0.0, deadline - time.monotonic())) for link in awaited)
 
     def abort(self) -> None:
-        """End all connections."""
-        for link in self:
-            link.abort()
+        """End all connections, and all waits for them."""
+        abort_gloo(self._group)
 
     def end(self, timeout: float = _JOIN) -> None:
         """End the thread that waits for sends, or leave it to a later call, after :meth:`abort`."""
@@ -137,7 +187,7 @@ class Links:
         try:
             sends = send()
         except ConnectionBroken as error:  # before the thread that receives has noticed
-            self._on_lost(rank, error)
+            self._receiver.on_disconnect(rank, error)
             return
         with self._lock:
             self._sends += (send for send in sends if not send.copied)

@@ -26,22 +26,29 @@ class MessageCode(IntEnum):
 
     VALUES = 1  # values that actions need
     FAILURE = 2  # a run has failed, and how
-    CLOSED = 3  # the sender begins no exchange until others have closed too
+    CLOSED = 3  # one begins no exchange until others have closed too
     END = 4  # the sender sends nothing more
     ANSWER = 5  # an end was heard, by a process that goes on
     BEAT = 6  # a heartbeat, and what the sender does
     LOST = 7  # nothing works any more: a process is lost, or some wait for one another
+    ENDED = 8  # one has ended that is connected with the sender
+    CONNECT = 9  # one has values for another, and asks it to connect
+
+
+ALL = -1  # all processes, see Header
 
 
 class Header(NamedTuple):
     """The start of a message: a fixed number of integers."""
 
     code: int  # a MessageCode
-    serial: int  # of the exchange, see Ledger
+    serial: int  # of the exchange, see Ledger; in END and ENDED, how often the process has ended
     label: Label = Label()  # of the exchange
     size: int = 0  # of what follows, in bytes
-    bits: int = 0  # the signalled ones; in CLOSED and END, 1 if another process closed before
-    closed: int = 0  # in CLOSED and END, how often the sender has closed
+    bits: int = 0  # the signalled ones
+    closed: int = 0  # in CLOSED, how often the process has closed
+    origin: int = 0  # the process that the message is of; others may pass it on
+    to: int = ALL  # the process that it is for
 
     def encode(self) -> bytes:
         """Return the header as bytes."""
