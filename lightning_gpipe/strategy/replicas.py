@@ -133,7 +133,7 @@ class Replicas:
             )
         self._changes.write([(Attributes(Metric), "sync", _over(self._across))])
         if processes.split:
-            self._changes.write([self.world_size_calls.watch(processes.options.replicas)])
+            self._changes.write(self.world_size_calls.watch(processes.options.replicas))
 
     def end(self) -> None:
         if self._together is not None:
