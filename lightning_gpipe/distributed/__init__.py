@@ -9,7 +9,13 @@ of their own, and average their gradients.
 from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
 from lightning_gpipe.distributed.comparison import check_same, run_step, shapes, versions
 from lightning_gpipe.distributed.data_parallel import WorldSizeCalls, refuse_world_size
-from lightning_gpipe.distributed.ddp import check_options, check_static_graph, equalise, replicated
+from lightning_gpipe.distributed.ddp import (
+    check_options,
+    check_static_graph,
+    equalise,
+    gathered,
+    replicated,
+)
 from lightning_gpipe.distributed.gathering import (
     own_optimizer_keys,
     own_state,
@@ -38,6 +44,7 @@ __all__ = [
     "connect",
     "end",
     "equalise",
+    "gathered",
     "gradient_norms",
     "own_optimizer_keys",
     "own_state",

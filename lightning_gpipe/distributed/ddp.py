@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
@@ -81,6 +83,13 @@ def replicated(
 def equalise(module: nn.Module, group: ProcessGroup) -> None:
     """Give all replicas the values of the first."""
     _sync_module_states(module, group, _BUCKET, 0, _names_on_meta(module), True)
+
+
+def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    """Return the tensor of each process of a group."""
+    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(everyone, tensor, group=group)
+    return everyone
 
 
 def _names_on_meta(module: nn.Module) -> list[str]:

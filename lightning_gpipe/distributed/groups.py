@@ -137,6 +137,8 @@ class ProcessGroups:
         across: The processes with this one's place in all pipelines, for tensors on its device.
         along: The processes of this pipeline, for tensors on its device.
         mesh: All processes, a row for each pipeline.
+        of_norms: As ``across``, for moments of batch norms: one for each worker of this process and
+            one for what is around the stages; none if each replica has its own moments.
         lifeline: Watches all processes.
     """
 
@@ -145,6 +147,7 @@ class ProcessGroups:
     across: ProcessGroup
     along: ProcessGroup
     mesh: DeviceMesh
+    of_norms: Sequence[ProcessGroup]
     lifeline: Lifeline
 
     @property
@@ -181,7 +184,7 @@ class ProcessGroups:
         self._abort_device_groups()
 
     def _abort_device_groups(self) -> None:
-        for group in (self.across, self.along):
+        for group in (self.across, self.along, *self.of_norms):
             if group.size() > 1:
                 abort_group(group)
 
@@ -192,6 +195,8 @@ def connect(
     timeout: timedelta,
     lost_after: timedelta | None,
     facts: Mapping[str, Any],
+    *,
+    synchronised: bool = False,
 ) -> ProcessGroups:
     """Make the groups, in all processes at once.
 
@@ -201,6 +206,7 @@ def connect(
         timeout: How long live processes wait for one another.
         lost_after: How long a process may be silent until it is lost; None for 30 seconds.
         facts: What must be the same in all processes, see :func:`check_same`.
+        synchronised: Whether batch norms normalise by the rows of all replicas.
     """
     rows = arrangement.ranks
     everyone = Group(timeout)
@@ -210,15 +216,19 @@ def connect(
         pipeline = None
     elif arrangement.replicas > 1:
         pipeline = Group(timeout, rows)
-    across = _own_group([list(column) for column in zip(*rows, strict=True)], timeout)
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    across = _own_group(columns, timeout)
     along = _own_group(rows, timeout)
     names = ("data_parallel", "pipeline_parallel")
     mesh = DeviceMesh.from_group(
         [across, along], device_type, torch.tensor(rows), mesh_dim_names=names
     )
-    groups = ProcessGroups(everyone, pipeline, across, along, mesh, Lifeline(lost_after))
+    workers = arrangement.devices // arrangement.on_each_node
+    of_norms = [_own_group(columns, timeout) for _ in range(synchronised * (workers + 1))]
+    lifeline = Lifeline(lost_after)
+    groups = ProcessGroups(everyone, pipeline, across, along, mesh, of_norms, lifeline)
     groups.watch(groups.lifeline)
-    made = [*(group.process_group for group in groups.host_groups), across, along]
+    made = [*(group.process_group for group in groups.host_groups), across, along, *of_norms]
     of_torch = [group.group_name for group in made if group is not None]
     weakref.finalize(groups, _destroy, of_torch).atexit = False
     return groups

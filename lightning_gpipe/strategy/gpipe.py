@@ -65,6 +65,7 @@ from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
     check_environment,
     check_fit,
+    check_synchronised,
     explain_meta,
     refuse_a_second_trainer,
     refuse_in_parts,
@@ -375,8 +376,11 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        check_environment(self._processes.devices, self._layer_sync, self.precision_plugin)
-        self._processes.connect(self.root_device)
+        synchronised = self._layer_sync is not None
+        check_environment(self._processes.devices, self.precision_plugin)
+        if synchronised:
+            check_synchronised(self._layer_sync, self.options)
+        self._processes.connect(self.root_device, synchronised=synchronised)
         self._root._device_mesh = self.device_mesh
         super().setup_environment()
         self._profiling.record_threads(profiler_of(self._root))
@@ -411,6 +415,7 @@ class GPipeStrategy(ParallelStrategy):
             measured=self._measures_layers,
         )
         processes.watch(piped.pipeline.engine)
+        self._replicas.synchronise(piped)
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
             rich.print(piped.pipeline.listing())
@@ -509,7 +514,7 @@ class GPipeStrategy(ParallelStrategy):
         step = partial(self._steps.training, super().training_step, self.precision_plugin)
         if self._processes.groups is None:
             return step(args, kwargs)
-        with self._replicas.in_step():
+        with self._replicas.in_step(), self._replicas.synchronising():
             return step(args, kwargs)
 
     def _in_wrapper(self, run: Callable[[], Any]) -> Any:
