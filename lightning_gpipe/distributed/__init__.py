@@ -15,6 +15,7 @@ from lightning_gpipe.distributed.ddp import (
     check_static_graph,
     equalise,
     equalise_buffers,
+    gathered,
     leaves_early,
     replicated,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "end",
     "equalise",
     "equalise_buffers",
+    "gathered",
     "gradient_norms",
     "leaves_early",
     "own_optimizer_keys",

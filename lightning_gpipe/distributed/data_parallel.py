@@ -2,15 +2,17 @@
 
 Data-parallel code gives each process a part of the rows, by the number of processes. Those of one
 pipeline share their batches, which the first one loads, so the parts of the others would not be
-read. A sampler or dataset that holds these numbers is refused. A call for the number of processes,
-where rows are chosen, is warned of; what comes from the environment's variables is not seen.
+read. A sampler or dataset that holds these numbers is refused. Code that asks for the number of
+processes where rows are chosen is warned of.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +33,13 @@ _RANKS = "rank", "global_rank"
 _NESTED = 6  # parts within parts
 _LOADING = SharedLoader._load.__code__
 _HOOKS = {f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")}
+_VARIABLE = "WORLD_SIZE"
+# Modules between the code that asks and its answer, and those that ask for other reasons.
+_ASKED = (
+    *("os.", "_collections_abc.", "lightning_gpipe."),
+    *("torch.distributed.distributed_c10d.", "lightning.pytorch.trainer.trainer."),
+)
+_ASKING = "torch.", "lightning."
 
 
 def refuse_world_size(loader: object, world_size: int, replicas: int) -> None:
@@ -57,35 +66,45 @@ def _parts_of(owner: object, depth: int) -> Iterator[object]:
 
 
 class WorldSizeCalls:
-    """Warns, once, of the user's first call for the number of processes where rows are chosen.
+    """Warns, once, of the first code that asks for the number of processes where rows are chosen.
 
-    That is in the hooks that return dataloaders, and in datasets and samplers.
+    That is in the hooks that return dataloaders, and in datasets and samplers. It may call
+    torch.distributed, ask the Trainer, or read the launcher's variable.
     """
 
     def __init__(self) -> None:
         self._replicas = 0  # so far nothing is noted
 
-    def watch(self, replicas: int) -> Write:
-        """Return the change of torch.distributed by which its calls are noted."""
+    def watch(self, replicas: int) -> list[Write]:
+        """Return the changes of torch.distributed and the environment by which these are noted."""
         self._replicas = replicas
-        group_size = distributed_c10d._get_group_size
+        group_size, variable = distributed_c10d._get_group_size, os._Environ.__getitem__
 
         def noted(group: Any = None) -> int:
             if group is None or group is dist.group.WORLD:
                 self.note("torch.distributed.get_world_size()")
             return group_size(group)
 
-        return Attributes(distributed_c10d), "_get_group_size", noted
+        def noted_variable(environment: os._Environ[str], name: str) -> str:
+            if name == _VARIABLE:
+                self.note(f"the variable {_VARIABLE}")
+            return variable(environment, name)
+
+        return [
+            (Attributes(distributed_c10d), "_get_group_size", noted),
+            (Attributes(os._Environ), "__getitem__", noted_variable),
+        ]
 
     def release(self) -> None:
         self._replicas = 0
 
     def note(self, what: str) -> None:
-        """Note a call, two frames further out than a property of torch.distributed or Lightning."""
+        """Note that the code that called this one, through some libraries, asks for the number."""
         if not self._replicas:
             return
-        caller = sys._getframe(3)
-        if caller.f_globals.get("__name__", "").startswith("torch."):
+        frames = (frame for frame, _ in walk_stack(sys._getframe()))
+        caller = next(frame for frame in frames if not _module_of(frame).startswith(_ASKED))
+        if _module_of(caller).startswith(_ASKING):
             return
         around = (frame.f_code for frame, _ in walk_stack(caller))
         if any(code is _LOADING or code.co_name in _HOOKS for code in around):
@@ -96,3 +115,8 @@ class WorldSizeCalls:
                 f"rows by it is to lose some: write trainer.strategy.data_parallel_size, which is "
                 f"{replicas}, and data_parallel_rank."
             )
+
+
+def _module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code runs, with a dot after it."""
+    return f"{frame.f_globals.get('__name__', '')}."

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.distributed import (  # type: ignore[attr-defined]  # not in the stubs
@@ -106,6 +108,13 @@ def replicated(
 def equalise(module: nn.Module, group: ProcessGroup) -> None:
     """Give all replicas the values of the first."""
     _sync_module_states(module, group, _BUCKET, 0, _names(module, _is_meta), True)
+
+
+def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    """Return the tensor of each process of a group."""
+    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(everyone, tensor, group=group)
+    return everyone
 
 
 def equalise_buffers(module: nn.Module, group: ProcessGroup) -> None:

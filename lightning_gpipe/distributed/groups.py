@@ -149,6 +149,8 @@ class ProcessGroups:
         reductions: Those of ``across``, for gradients that leave while others use that group; None
             if there is one pipeline.
         mesh: All processes, a row for each pipeline.
+        of_norms: As ``across``, for moments of batch norms: one for each worker of this process and
+            one for what is around the stages; none if each replica has its own moments.
         lifeline: Watches all processes.
     """
 
@@ -158,6 +160,7 @@ class ProcessGroups:
     along: ProcessGroup
     reductions: ProcessGroup | None
     mesh: DeviceMesh
+    of_norms: Sequence[ProcessGroup]
     lifeline: Lifeline
 
     @property
@@ -194,7 +197,7 @@ class ProcessGroups:
         self._abort_device_groups()
 
     def _abort_device_groups(self) -> None:
-        for group in (self.across, self.along, self.reductions):
+        for group in (self.across, self.along, self.reductions, *self.of_norms):
             if group is not None and group.size() > 1:
                 abort_group(group)
 
@@ -205,6 +208,8 @@ def connect(
     timeout: timedelta,
     lost_after: timedelta | None,
     facts: Mapping[str, Any],
+    *,
+    synchronised: bool = False,
 ) -> ProcessGroups:
     """Make the groups, in all processes at once.
 
@@ -214,6 +219,7 @@ def connect(
         timeout: How long live processes wait for one another.
         lost_after: How long a process may be silent until it is lost; None for 30 seconds.
         facts: What must be the same in all processes, see :func:`check_same`.
+        synchronised: Whether batch norms normalise by the rows of all replicas.
     """
     rows = arrangement.ranks
     everyone = Group(timeout)
@@ -230,10 +236,13 @@ def connect(
     mesh = DeviceMesh.from_group(
         [across, along], device_type, torch.tensor(rows), mesh_dim_names=names
     )
+    workers = arrangement.devices // arrangement.on_each_node
+    of_norms = [_own_group(columns, timeout) for _ in range(synchronised * (workers + 1))]
     lifeline = Lifeline(lost_after)
-    groups = ProcessGroups(everyone, pipeline, across, along, reductions, mesh, lifeline)
+    groups = ProcessGroups(everyone, pipeline, across, along, reductions, mesh, of_norms, lifeline)
     groups.watch(groups.lifeline)
-    made = [*(group.process_group for group in groups.host_groups), across, along, reductions]
+    made = [group.process_group for group in groups.host_groups]
+    made += [across, along, reductions, *of_norms]
     of_torch = [group.group_name for group in made if group is not None]
     weakref.finalize(groups, _destroy, of_torch).atexit = False
     return groups

@@ -66,6 +66,7 @@ from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
     check_environment,
     check_fit,
+    check_synchronised,
     explain_meta,
     refuse_a_second_trainer,
     refuse_in_parts,
@@ -382,8 +383,11 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        check_environment(self._processes.devices, self._layer_sync, self.precision_plugin)
-        self._processes.connect(self.root_device)
+        synchronised = self._layer_sync is not None
+        check_environment(self._processes.devices, self.precision_plugin)
+        if synchronised:
+            check_synchronised(self._layer_sync, self.options)
+        self._processes.connect(self.root_device, synchronised=synchronised)
         self._root._device_mesh = self.device_mesh
         super().setup_environment()
         self._profiling.record_threads(profiler_of(self._root))
@@ -418,6 +422,7 @@ class GPipeStrategy(ParallelStrategy):
             measured=self._measures_layers,
         )
         processes.watch(piped.pipeline.engine)
+        self._replicas.synchronise(piped)
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
             rich.print(piped.pipeline.listing())
@@ -523,9 +528,9 @@ class GPipeStrategy(ParallelStrategy):
         step = partial(self._steps.training, super().training_step, self.precision_plugin)
         if self._processes.groups is None:
             return step(args, kwargs)
-        trainer = self._root.trainer
+        trainer, replicas = self._root.trainer, self._replicas
         added = bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches)
-        with self._replicas.in_step(), self._replicas.averaging(adds=added):
+        with replicas.in_step(), replicas.synchronising(), replicas.averaging(adds=added):
             return step(args, kwargs)
 
     def _in_wrapper(self, run: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ from functools import partial
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.checkpoints import MeasuredBalances
 from lightning_gpipe.core.faithful import add_note
@@ -162,6 +163,17 @@ class PipelinedModule:
             for parameter in partition.parameters
         }
         return [p for p in self._root.parameters() if id(p) in shared or id(p) not in inside]
+
+    def norms_around(self) -> dict[str, _BatchNorm]:
+        """Return the batch norms around the stages by their paths."""
+        inside = {
+            module
+            for layout in self.pipeline.layouts
+            for layer in layout.layers
+            for module in layer.modules()
+        }
+        found = self._root.named_modules()
+        return {path: x for path, x in found if isinstance(x, _BatchNorm) and x not in inside}
 
     def elsewhere(self) -> set[str]:
         """Return the paths of the modules in stages of other processes."""

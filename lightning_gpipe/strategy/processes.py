@@ -192,8 +192,10 @@ class Processes:
         for function in (rank_zero_only, rank_zero_of_fabric):
             vars(function)["rank"] = self.global_rank
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device, *, synchronised: bool) -> None:
         """Join the other processes, and draw the same random numbers as those of this pipeline.
+
+        ``synchronised``: batch norms normalise by the rows of all replicas.
 
         Raises:
             RuntimeError: If some processes do not start, or use other versions or options.
@@ -216,9 +218,14 @@ class Processes:
             backend = options.process_group_backend or backend_for(device)
             start_together(self._environment, backend, patience, options.timeout, self._listener)
         if self.groups is None:
-            facts = versions() | options.same_everywhere()
+            facts = versions() | options.same_everywhere() | {"sync_batchnorm": synchronised}
             self.groups = connect(
-                self.arrangement, device.type, options.timeout, options.lost_after, facts
+                self.arrangement,
+                device.type,
+                options.timeout,
+                options.lost_after,
+                facts,
+                synchronised=synchronised,
             )
         pipeline = self.groups.pipeline
         if pipeline is not None:

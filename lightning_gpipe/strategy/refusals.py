@@ -23,6 +23,7 @@ from lightning.pytorch.plugins import (
     FSDPPrecision,
     Precision,
     TorchCheckpointIO,
+    TorchSyncBatchNorm,
     TransformerEnginePrecision,
     XLAPrecision,
 )
@@ -37,6 +38,7 @@ from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import count_recomputed
 from lightning_gpipe.strategy.adapters.averages import WeightAveraging
+from lightning_gpipe.strategy.options import StrategyOptions
 
 # Precision plugins that a pipeline cannot honour, and what they are for.
 _FOREIGN_PRECISION: dict[type[Precision], str] = {
@@ -51,9 +53,7 @@ AUTO_DEVICES = (
 )
 
 
-def check_environment(
-    devices: Sequence[torch.device], layer_sync: LayerSync | None, precision: Precision
-) -> None:
+def check_environment(devices: Sequence[torch.device], precision: Precision) -> None:
     """Refuse settings of the Trainer that a pipeline cannot honour."""
     kinds = sorted({device.type for device in devices})
     if not {"cpu", "cuda"}.issuperset(kinds):
@@ -61,19 +61,30 @@ def check_environment(
             "GPipeStrategy runs on Trainer(accelerator='cpu') and Trainer(accelerator='gpu') with "
             f"CUDA devices: got {kinds}."
         )
-    if layer_sync is not None:
-        raise ValueError(
-            "Trainer(sync_batchnorm=True) makes batch norms wait for those of other processes, but "
-            "stages run micro-batches on threads, in an order that differs between processes, and "
-            "normalise each by its own rows: leave it out. deferred_batch_norm=True, the default, "
-            "keeps the running statistics those of the whole batch of a pipeline."
-        )
     for kind, owner in _FOREIGN_PRECISION.items():
         if isinstance(precision, kind):
             raise ValueError(
                 f"{kind.__name__} is for {owner}: got Trainer(plugins=[{type(precision).__name__}])"
                 ". Write Trainer(precision='bf16-mixed'), or another precision without a plugin."
             )
+
+
+def check_synchronised(layer_sync: LayerSync | None, options: StrategyOptions) -> None:
+    """Refuse to normalise by the rows of all replicas where that cannot be, or means nothing."""
+    got = {
+        type(layer_sync).__name__: type(layer_sync) is TorchSyncBatchNorm,
+        f"replicas={options.replicas}": options.replicas > 1,
+        f"deferred_batch_norm={options.deferred_batch_norm}": options.deferred_batch_norm,
+        f"compile={options.compile}": options.compile is False,
+    }
+    if not all(got.values()):
+        refused = ", ".join(name for name, fits in got.items() if not fits)
+        raise ValueError(
+            "Trainer(sync_batchnorm=True) is for replicas, of which batch norms that defer their "
+            f"statistics and are not compiled normalise by the rows of all: got {refused}. Leave "
+            "it out: within one pipeline, deferred_batch_norm=True, the default, keeps the running "
+            "statistics those of the whole batch."
+        )
 
 
 def check_fit(

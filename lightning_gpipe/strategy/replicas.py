@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torchmetrics import Metric
 
-from lightning_gpipe.core.faithful import Attributes, Journal, Manager
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Attributes,
+    Journal,
+    Manager,
+    check_batch_norms,
+    over_replicas,
+)
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.run import leaves_around
 from lightning_gpipe.core.transport import OWN
@@ -39,6 +46,7 @@ from lightning_gpipe.distributed import (
     check_static_graph,
     equalise,
     equalise_buffers,
+    gathered,
     gradient_norms,
     leaves_early,
     own_parameters,
@@ -54,6 +62,10 @@ class Replicas:
     Args:
         processes: The processes of the Trainer.
         ddp: Options of DistributedDataParallel, which averages gradients over replicas.
+
+    Attributes:
+        synchronising: Returns a ``with`` block in which batch norms around the stages normalise by
+            the rows of all replicas, if the Trainer asks for it.
 
     Raises:
         ValueError: If ``ddp`` has no such options.
@@ -74,6 +86,7 @@ class Replicas:
         self._accumulates = False  # whether another backward comes before the optimizer's step
         self._changes = Journal()  # of torch.distributed and torchmetrics
         self.world_size_calls = WorldSizeCalls()
+        self.synchronising: Callable[[], Manager] = lambda: NOTHING
 
     @property
     def _across(self) -> ProcessGroup | None:
@@ -181,6 +194,23 @@ class Replicas:
         self._waits += 1
         return OWN.within("replicas", self._waits, self._everyone.ranks, "a step of all replicas")
 
+    def synchronise(self, piped: PipelinedModule) -> None:
+        """Let batch norms normalise by the rows of all replicas, if the Trainer asks for it.
+
+        Raises:
+            ValueError: If one around the stages has a forward of its own.
+        """
+        self.synchronising = lambda: NOTHING
+        groups = self._processes.groups
+        if groups is None or not groups.of_norms:
+            return
+        *of_workers, around = (partial(gathered, group) for group in groups.of_norms)
+        for each in piped.modules:
+            each.pipeline.engine.synchronise(of_workers)
+        norms = piped.norms_around()
+        check_batch_norms(list(norms.values()), list(norms))
+        self.synchronising = partial(over_replicas, list(norms.values()), around)
+
     def before_backward(self) -> None:
         if self._together is not None:
             self._together.begin()
@@ -209,7 +239,7 @@ class Replicas:
             )
         self._changes.write([(Attributes(Metric), "sync", _over(self._across))])
         if processes.split:
-            self._changes.write([self.world_size_calls.watch(processes.options.replicas)])
+            self._changes.write(self.world_size_calls.watch(processes.options.replicas))
 
     def end(self) -> None:
         self._pipeline = self._averages = self._buffers_of = None

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from tests.support import acts
 from tests.support.acts import Act, gather, meet, reduce, run_the_model, save, take_a_batch
 from tests.support.lightning_modules import FEATURES, Classifier, Data
 from tests.support.processes import said
@@ -88,6 +89,7 @@ def test_what_one_process_does_alone_ends_all(tmp_path: Path, act: str, rank: in
         assert message.startswith("OutOfStep | all processes must do the same in the same order")
         assert "rank 0 waits for " in message
         assert "rank 1 waits for " in message
+        assert act == "stop" or f"(at {Path(acts.__file__)}:" in message, "the user's line"
 
 
 def test_third_process_ends_too(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ Here are also the tests of ``data_parallel``.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,13 +106,17 @@ def test_sampler_of_a_fit(tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Rows, of which each process would take some."""
+    """Rows, of which each process would take some.
 
-    def __init__(self, made: L.Trainer | None = None) -> None:
-        self.trainer = made
+    Args:
+        count: Returns the number of processes.
+    """
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self.count = count
 
     def __iter__(self) -> Iterator[Any]:
-        count = self.trainer.world_size if self.trainer else get_world_size()
+        count = self.count()
         for x in torch.ones(4 * count, 6, dtype=torch.float64):
             yield x, 1
 
@@ -126,27 +131,39 @@ class Halved(L.LightningDataModule):
 def fit_stream(root: Path, kind: str) -> list[str]:
     """The warnings of a fit."""
     made = trainer_over(root, "per_stage", [2, 4], {}, max_epochs=2)
-    data: Any = Halved()
-    if kind != "hook":
-        data = DataLoader(Stream(made if kind == "trainer" else None), batch_size=4)
+    counts: dict[str, Callable[[], int]] = {
+        "stream": get_world_size,
+        "trainer": lambda: made.world_size,
+        "variable": lambda: int(os.environ["WORLD_SIZE"]),
+        "variable, if set": lambda: int(os.environ.get("WORLD_SIZE", 1)),
+    }
+    data: Any = DataLoader(Stream(counts[kind]), batch_size=4) if kind in counts else Halved()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         made.fit(Classifier(), data)
     strategy: Any = made.strategy
     assert (strategy.data_parallel_size, strategy.data_parallel_rank) == (1, 0)
-    get_world_size()  # which chooses no rows
+    assert get_world_size() == int(os.environ["WORLD_SIZE"])  # which chooses no rows
     return [str(each.message) for each in found if "where rows are chosen" in str(each.message)]
 
 
-@pytest.mark.parametrize("kind", ["stream", "trainer", "hook"])
+NAMES = {
+    "stream": "torch.distributed.get_world_size()",
+    "trainer": "trainer.world_size",
+    "variable": "the variable WORLD_SIZE",
+    "variable, if set": "the variable WORLD_SIZE",
+    "hook": "torch.distributed.get_world_size()",
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
 def test_number_of_processes_where_rows_are_chosen(
     tmp_path: Path, two_ranks: Pool, kind: str
 ) -> None:
     first, second = two_ranks.run(fit_stream, tmp_path, kind)
 
     (message,) = first
-    name = "trainer.world_size" if kind == "trainer" else "torch.distributed.get_world_size()"
-    assert message.startswith(f"{name} is the number of processes")
+    assert message.startswith(f"{NAMES[kind]} is the number of processes")
     assert f"{Path(__file__).name}:" in message
     assert "trainer.strategy.data_parallel_size, which is 1" in message
     assert second == []  # rank 0 warns for all

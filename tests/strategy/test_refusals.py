@@ -72,7 +72,7 @@ def test_one_process_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_sync_batchnorm(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Trainer\(sync_batchnorm=True\).*leave it out"):
+    with pytest.raises(ValueError, match=r"Trainer\(sync_batchnorm=True\).*Leave it out"):
         fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, sync_batchnorm=True)
 
 

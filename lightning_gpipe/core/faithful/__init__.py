@@ -10,8 +10,10 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
     DeferredStatistics,
     Norm,
     check_batch_norms,
+    over_replicas,
     rows_needed,
 )
+from lightning_gpipe.core.faithful.layers.replicated_norm import Gather
 from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting, together
 from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
@@ -58,6 +60,7 @@ __all__ = [
     "Context",
     "DeferredStatistics",
     "ForeignGenerator",
+    "Gather",
     "Journal",
     "LazyManagers",
     "LibraryDraws",
@@ -91,6 +94,7 @@ __all__ = [
     "modules_raising",
     "not_compiled",
     "on_engine_thread",
+    "over_replicas",
     "preserved",
     "refuse_unsupported_modes",
     "rows_needed",

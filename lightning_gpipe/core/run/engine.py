@@ -20,6 +20,7 @@ from lightning_gpipe.core.data import Division, FlatTree, Term, tree_flatten, tr
 from lightning_gpipe.core.faithful import (
     NOTHING,
     Context,
+    Gather,
     Journal,
     LibraryDraws,
     Manager,
@@ -112,6 +113,7 @@ class Engine:
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()
         self._journal = Journal()  # of modules around the stages
+        self._gathers: Sequence[Gather] = ()
 
     @property
     def home(self) -> GradientHome | None:
@@ -312,6 +314,19 @@ class Engine:
         """Take the place of another engine: its step and observers, whose handles hold."""
         self.step = other.step
         self._observers = other._observers
+        self.synchronise(other._gathers)
+
+    def synchronise(self, gathers: Sequence[Gather]) -> None:
+        """Let batch norms of stages normalise by the rows of all replicas.
+
+        Args:
+            gathers: For each worker of this process, what gathers their moments; empty for none.
+        """
+        self._gathers = gathers
+        for gather, worker in zip(gathers, self.layout.workers_here, strict=False):
+            for stage in self.stages:
+                if self.layout.placement[stage.partition.index] == worker:
+                    stage.gather = gather
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_gpipe.core.faithful import (
     Attributes,
     DeferredStatistics,
+    Gather,
     Journal,
     Manager,
     Norm,
@@ -83,6 +84,7 @@ class Stage:
         splits: The splits of its graphs' backwards.
         watches: Watches for layers that mix rows, in the first mini-batches of a call signature.
         titled: The layers with their names in errors, such as ``layer 3 (Linear)``.
+        gather: Gathers moments of its batch norms in all replicas; None if each has its own.
     """
 
     def __init__(self, layout: Layout, j: int, *, deferred_batch_norm: bool) -> None:
@@ -95,6 +97,7 @@ class Stage:
         self.journal = Journal()
         self._deferred_batch_norm = deferred_batch_norm
         self.splits = Splits()
+        self.gather: Gather | None = None
         self._set_modules(modules_in(self.partition))
         self.follow(layout)
 
@@ -139,7 +142,7 @@ class Stage:
 
     def statistics(self) -> DeferredStatistics | None:
         """Return a collection for statistics of one mini-batch, if batch norms defer them."""
-        return DeferredStatistics.of(self._norms) if self._norms else None
+        return DeferredStatistics.of(self._norms, self.gather) if self._norms else None
 
     @property
     def edited_parameters(self) -> list[nn.Parameter | None]:

@@ -10,7 +10,8 @@ unwinding its stack. Most functions of PyTorch release the interpreter's lock an
 destructor, which must not be unwound: the process prints "terminate called without an active
 exception" and ends by SIGABRT, whatever its own error was. All threads of this package are daemons,
 so that none keeps a process from ending, and call PyTorch. So the owner of a thread joins it before
-the interpreter ends, for some seconds at most.
+the interpreter ends, for some seconds at most. One that waits for an answer of a store may wait
+for longer, and nothing ends that: it is stopped for good where it waits.
 """
 
 from __future__ import annotations

@@ -8,14 +8,16 @@ cancellation, gives the biased variance, and is wrong for fewer micro-batches.
 Here a batch norm still normalises by micro-batch, but records the mean and the unbiased variance of
 its input. After all micro-batches these are merged, and the running statistics are updated once,
 exactly as for a whole mini-batch. Recomputation records nothing. The running statistics of an
-instance norm, averages over the rows, are deferred as well.
+instance norm, averages over the rows, are deferred as well. Batch norms may also normalise by the
+rows of all replicas, whose moments they record then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +26,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.layers.replicated_norm import (
+    Gather,
+    Moments,
+    merge_moments,
+    replicated_norm,
+)
 from lightning_gpipe.core.faithful.managers import Manager
 
 Norm = _BatchNorm | _InstanceNorm
-
-
-class Moments(NamedTuple):
-    """The moments of the input of one norm in one call, for each of C channels."""
-
-    number: float  # of values in each channel; of an instance norm, of rows
-    mean: Tensor  # (C,)
-    variance: Tensor  # (C,), unbiased
 
 
 def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str]) -> None:
@@ -70,23 +70,29 @@ def rows_needed(module: nn.Module) -> int:
 
 
 class DeferredStatistics:
-    """The statistics that the norms of one stage collect during one mini-batch."""
+    """The statistics that the norms of one stage collect during one mini-batch.
 
-    def __init__(self, norms: Iterable[Norm]) -> None:
+    Args:
+        norms: The norms.
+        gather: Gathers moments of batch norms in all replicas; None if each has its own.
+    """
+
+    def __init__(self, norms: Iterable[Norm], gather: Gather | None = None) -> None:
         self._calls: dict[Norm, list[_RecordingForward]] = {norm: [] for norm in norms}
         self._outer = {norm: _deferred_by(norm) for norm in self._calls}
+        self._gather = gather
 
     @classmethod
-    def of(cls, norms: Iterable[Norm]) -> DeferredStatistics | None:
+    def of(cls, norms: Iterable[Norm], gather: Gather | None = None) -> DeferredStatistics | None:
         """Collect for the norms that would update statistics; return None without any."""
-        updating = [
+        running = [
             norm
             for norm in norms
             if norm.training
-            and norm.running_mean is not None
+            and (norm.running_mean is not None or (gather and isinstance(norm, _BatchNorm)))
             and (_is_plain(norm) or _deferred_by(norm) is not None)
         ]
-        return cls(updating) if updating else None
+        return cls(running, gather) if running else None
 
     def collecting(self, journal: Journal, *, record: bool) -> Manager:
         """Defer the updates of the norms in a ``with`` block that runs one micro-batch.
@@ -95,7 +101,7 @@ class DeferredStatistics:
         """
         writes: list[Write] = []
         for norm, calls in self._calls.items():
-            forward = _RecordingForward(norm)
+            forward = _RecordingForward(norm, self._gather)
             if record:
                 calls.append(forward)
             writes.append((vars(norm), _method_of(norm), forward))
@@ -117,7 +123,7 @@ class DeferredStatistics:
             outer = self._outer[norm]
             if outer is not None:
                 outer.moments += merged
-            elif merged:
+            elif merged and norm.running_mean is not None:
                 buffers, values = zip(*_updates(norm, merged), strict=True)
                 old += buffers
                 new += values
@@ -125,35 +131,20 @@ class DeferredStatistics:
             torch._foreach_copy_(old, new)
 
 
-def merge_moments(moments: Iterable[Moments], *, by_row: bool = False) -> Moments:
-    """Combine the moments of several samples; ``by_row``: average them, as for an instance norm.
-
-    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
-    sample variances" (1979), for any number of samples at once.
-    """
-    parts = list(moments)
-    total = sum(part.number for part in parts)
-    mean = torch.zeros_like(parts[0].mean)
-    for number, own, _ in parts:
-        mean += own * (number / total)
-    spread = torch.zeros_like(mean)
-    for number, own, variance in parts:
-        if by_row:
-            spread += variance * (number / total)
-        else:
-            spread += variance * (number - 1) + (own - mean) ** 2 * number
-    return Moments(total, mean, spread if by_row else spread / (total - 1))
-
-
 class _RecordingForward:
     """The forward of a norm while its statistics are deferred."""
 
-    def __init__(self, norm: Norm) -> None:
+    def __init__(self, norm: Norm, gather: Gather | None) -> None:
         self._norm = norm
+        self._gather = gather
         self.moments: list[Moments] = []  # of its inputs so far, for each call
 
     def __call__(self, x: Tensor) -> Tensor:
         norm = self._norm
+        if self._gather is not None and isinstance(norm, _BatchNorm):
+            y, moments = replicated_norm(norm, x, self._gather)
+            self.moments.append(moments)
+            return y
         norm._check_input_dim(x)
         assert norm.running_mean is not None and norm.running_var is not None
         mean, variance = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
@@ -163,6 +154,28 @@ class _RecordingForward:
         number = x.numel() / x.size(1) if by_batch else x.size(0)
         self.moments.append(Moments(number, mean, variance))
         return y
+
+
+def over_replicas(norms: Iterable[_BatchNorm], gather: Gather) -> Manager:
+    """A ``with`` block in which batch norms that train normalise by the rows of all replicas.
+
+    They update their running statistics in each call.
+    """
+    training = (norm for norm in norms if norm.training)
+    return Journal().changed(
+        [
+            (vars(norm), "forward", partial(_forward_over_replicas, norm, gather))
+            for norm in training
+        ]
+    )
+
+
+def _forward_over_replicas(norm: _BatchNorm, gather: Gather, x: Tensor) -> Tensor:
+    y, moments = replicated_norm(norm, x, gather)
+    if norm.running_mean is not None:
+        for buffer, value in _updates(norm, [moments]):
+            buffer.copy_(value)
+    return y
 
 
 def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,11 +10,10 @@ from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.layers import batchnorm
 from lightning_gpipe.core.faithful.layers.batchnorm import (
     DeferredStatistics,
-    Moments,
     Norm,
     check_batch_norms,
-    merge_moments,
 )
+from lightning_gpipe.core.faithful.layers.replicated_norm import Moments, merge_moments
 from tests.support.interrupts import interrupted
 
 SHAPES = {

@@ -7,12 +7,14 @@ answer, and none of its timeouts applies. So another thread calls it, and is aba
 from __future__ import annotations
 
 import atexit
+import ctypes
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -138,6 +140,18 @@ def call_with_timeout(timeout: timedelta, function: Callable[[], T], message: st
         if not wait([outcome], seconds).done:
             raise RuntimeError(f"{message} within {seconds:g} s.")
     except BaseException:  # a timeout, or Ctrl-C
-        atexit.register(thread.join, _JOIN)  # see Note [Threads end before the interpreter]
+        atexit.register(_leave_behind, thread)
         raise
     return outcome.result()
+
+
+def _leave_behind(thread: Thread) -> None:
+    """Join a thread, or stop it where it waits: see Note [Threads end before the interpreter]."""
+    thread.join(_JOIN)
+    if thread.is_alive() and thread.ident is not None and hasattr(signal, "pthread_kill"):
+        libc: Any = ctypes.CDLL(None)
+        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        libc.signal.restype = ctypes.c_void_p
+        # The handler is the function that waits for signals: it does not return to the answer.
+        libc.signal(signal.SIGURG, ctypes.cast(libc.pause, ctypes.c_void_p))
+        signal.pthread_kill(thread.ident, signal.SIGURG)

@@ -1,5 +1,8 @@
 """Processes that meet, some late, some never, some of an earlier run; and calls in time."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -124,3 +127,31 @@ def test_no_answer() -> None:
         call_with_timeout(timedelta(seconds=0.01), lambda: never.wait(PATIENCE), "nobody answered")
 
     never.set()
+
+
+# The answer comes a second after the interpreter has begun to end, which takes two more.
+ENDING = """
+import sys, time
+from datetime import timedelta
+from torch._C._distributed_c10d import HashStore
+from lightning_gpipe.core.transport import call_with_timeout
+
+
+class LongEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)
+
+
+last, store = LongEnd(), HashStore()
+wait = lambda: store.wait(["never"], timedelta(seconds=2.2))
+call_with_timeout(timedelta(seconds=0.2), wait, "no answer")
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="threads cannot be stopped")
+def test_answer_that_comes_while_the_interpreter_ends() -> None:
+    """Once it ended the process by SIGABRT: "terminate called without an active exception"."""
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
+
+    assert ended.stderr.splitlines()[-1] == "RuntimeError: no answer within 0.2 s."
+    assert ended.returncode == 1
