@@ -112,7 +112,7 @@ class ProcessGroupExchange(LocalExchange):
         else:
             self._post(reader, to, value, skip)
         if skip is None and to == self.phase.last_result:
-            self._post_to_all(to, FlatTree([]), _END)
+            self._send_result(to, FlatTree([]), _END)
 
     @override
     def receive_end(self) -> None:
