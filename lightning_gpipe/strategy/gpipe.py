@@ -443,7 +443,6 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(self.precision_plugin, piped)
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        guard_logs(module, changes, split=processes.split)
         self._steps = UserSteps(
             module,
             piped,
@@ -451,6 +450,7 @@ class GPipeStrategy(ParallelStrategy):
             in_wrapper=self._in_wrapper,
             last=LastOutputs(module, piped.pipeline, changes) if processes.at_last else None,
         )
+        guard_logs(module, changes, split=processes.split)
         layout = piped.pipeline.layout
         adapt_callbacks(callbacks, changes, layout, self.data_parallel_size)
         self._signals.follow(trainer, changes)

@@ -84,7 +84,7 @@ class LastOutputs:
                 changes.write([(vars(each), "compute", partial(self._compute, each.compute))])
             if isinstance(each, L.LightningModule):
                 self._logs[path] = each.log
-                changes.write([(vars(each), "log", _SharedLog(each, partial(self._log, path)))])
+                changes.write([(vars(each), "log", partial(self._log, path))])
 
     def training(self, precision: Precision, in_wrapper: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs ``training_step`` for a whole batch."""
@@ -227,17 +227,3 @@ def _name_of(reduction: Callable[..., Any], logged: str) -> str:
             f"got {reduction!r} for log({logged!r}). Write one of these, or outputs='all'."
         )
     return name
-
-
-class _SharedLog:
-    """Stands in for the ``log`` of a LightningModule."""
-
-    def __init__(self, module: L.LightningModule, log: Callable[..., None]) -> None:
-        self._module = module
-        self._log = log
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._log(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "log")  # a copy has the method of its class

@@ -52,6 +52,10 @@ class Everything(Embedded):
         self.log("mean", self.mean)
         return outcome
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, GPipeStrategy):
+            self.log_dict(self.trainer.strategy.grad_norm(self))
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.seen.append(torch.rand(()))
