@@ -91,6 +91,10 @@ class Heartbeat:
         """Expect nothing of a process until it is heard again."""
         self._allowed[rank] = None
 
+    def hears(self, rank: int) -> bool:
+        """Return True if a process was heard a moment ago, and is expected to be heard again."""
+        return self._allowed.get(rank) == self.limit and self._missed[rank] < _SPARE
+
     def _run(self, stop: threading.Event) -> None:
         self._send()  # at once: from then on the others expect beats of this process
         began = time.monotonic()

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -166,8 +167,13 @@ class Office:
             return self.ledger.ended
 
     def hear_of_loss(self, ranks: Sequence[int], how: str) -> None:
-        """Record a loss of some global ranks, which another office of this process knows of."""
-        own = [k for k, rank in enumerate(self.ranks) if rank in ranks]
+        """Record a loss of some global ranks, which another office of this process knows of.
+
+        What another office has lost, as a Trainer of an earlier fit may have, is alive if it is
+        heard here.
+        """
+        others = [k for k, rank in enumerate(self.ranks) if rank in ranks and k != self._rank]
+        own = [k for k in others if not (self._listens and self._heartbeat.hears(k))]
         if own:
             self._lose(own, Failure(tuple(own), how))
 
@@ -329,7 +335,8 @@ class Office:
             if ended:
                 self._heartbeat.excuse(rank)
                 if not self.ledger.record_end(rank, header.serial) and more:
-                    self.links.over(self.links[rank].tell(Header(MessageCode.ANSWER, 0)))
+                    with suppress(RuntimeError):  # it has not waited for the answer
+                        self.links.over(self.links[rank].tell(Header(MessageCode.ANSWER, 0)))
                     more = False
             if not more:
                 self.links[rank].rest()

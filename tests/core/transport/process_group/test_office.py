@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.office import Office
-from lightning_gpipe.core.transport.process_group.wire.envelope import FRAME, open_message
+from lightning_gpipe.core.transport.process_group.whereabouts import OWN
+from lightning_gpipe.core.transport.process_group.wire.envelope import (
+    FRAME,
+    open_message,
+    seal,
+)
 from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode
 from tests.support.faults import OwnError
-from tests.support.waiting import NEVER, PATIENCE
+from tests.support.waiting import NEVER, PATIENCE, awaited
 
 
 class Work:
@@ -121,6 +126,73 @@ def test_process_that_others_know_as_lost_is_neither_told_nor_awaited(
     assert not telling.is_alive()
     assert not closing.is_alive()
     assert lost[0] == ([5], "is lost: it says nothing")
+
+
+class Came:
+    """A receive that has ended."""
+
+    def wait(self, timeout: timedelta) -> None:
+        pass
+
+
+class SpeakingGroup(PlayedGroup):
+    """The second process tells something, and then nothing more, or it has closed the connection.
+
+    Attributes:
+        heard: Set when it is known that it has told something.
+    """
+
+    def __init__(self, code: MessageCode, text: str = "", *, closed: bool = False) -> None:
+        super().__init__(stopped=not closed)
+        self.heard = threading.Event()
+        self._message, _ = seal(Header(code, 0), text.encode())
+        self._closed = closed
+        self._receives = 0
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Sent:
+        if rank == 1 and self._closed:
+            raise RuntimeError("closed")
+        return super().send(tensors, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        if rank == 1:
+            self._receives += 1
+            if self._receives == 1:
+                tensors[0][: len(self._message)] = self._message
+                return Came()
+            if self._receives == 3:  # two at once, and one more after the first has come
+                self.heard.set()
+        return super().recv(tensors, rank, tag)
+
+
+def test_process_that_has_closed_after_its_end_is_not_lost() -> None:
+    """Once it was, where its end was read late: the answer came to nobody."""
+    group: Any = SpeakingGroup(MessageCode.END, closed=True)
+    office = Office(group, (4, 5, 6), timedelta(seconds=NEVER))
+    lost: list[Any] = []
+    office.on_lost = lambda *loss: lost.append(loss)
+    office.listen()
+    assert awaited(lambda: office.absence() is not None, True)
+
+    group.ended.set()  # the third ends too
+    office.close()
+
+    assert [5] not in [ranks for ranks, _ in lost]
+
+
+def test_loss_that_another_connection_tells_of_a_process_that_is_heard() -> None:
+    """Once a Trainer of an earlier fit, which one process had freed, ended the present one."""
+    group: Any = SpeakingGroup(MessageCode.BEAT, OWN.encode({}))
+    office = Office(group, (4, 5, 6), timedelta(seconds=NEVER))
+    office.listen()
+    assert group.heard.wait(PATIENCE)
+
+    office.hear_of_loss([5, 6], "is lost: nothing was heard")
+
+    failure = office.failure(0.0)
+    assert failure is not None and failure.ranks == (2,)
+    group.ended.set()
+    office.close()
 
 
 def test_process_that_has_ended_is_told_but_not_awaited() -> None:
