@@ -122,13 +122,14 @@ class Group:
     def _compare(self, what: str) -> None:
         if self._is_same(what):
             return
-        purposes = self._collect(what)
+        # At once: one that has failed knows of no other failure, and would go on alone.
+        everyone = self._collect((what, users_line()))
         if (failure := self._failure(_POLL)) is not None:
             raise failure
-        lines = self._collect(users_line())
-        rarest = sorted(range(self.size), key=lambda k: purposes.count(purposes[k]))[:_MOST]
+        rarest = sorted(range(self.size), key=lambda k: _alike(everyone, k))[:_MOST]
         described = (
-            f"rank {self.ranks[k]} waits for {purposes[k]} (at {lines[k]})" for k in sorted(rarest)
+            f"rank {self.ranks[k]} waits for {everyone[k][0]} (at {everyone[k][1]})"
+            for k in sorted(rarest)
         )
         raise OutOfStep(
             f"all processes must do the same in the same order: {', '.join(described)}. {SAME_CODE}"
@@ -287,3 +288,8 @@ class Group:
         group = self.process_group
         self.process_group = None  # the connections close when nothing refers to the group
         dist.destroy_process_group(group)
+
+
+def _alike(everyone: Sequence[tuple[str, str]], k: int) -> int:
+    """Return the number of processes with the purpose of one of them."""
+    return sum(purpose == everyone[k][0] for purpose, _ in everyone)
