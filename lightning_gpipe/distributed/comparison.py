@@ -50,6 +50,8 @@ def check_same(group: Group, facts: Mapping[str, Any]) -> None:
     """
     # An object without a text of its own has its address in it.
     texts = {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()}
+    if group.is_same(repr(texts), "a comparison of all processes"):
+        return
     everyone = group.all(texts)
     differences = list(_differences(everyone))
     if differences:

@@ -1,7 +1,8 @@
 """A process group for what the processes of a pipeline exchange beside its tensors.
 
 Batches before they are on a device, norms, decisions and checkpoints go through the memory of the
-hosts, over Gloo.
+hosts, over Gloo. They go up and down a tree of the processes: no process sends to all others, and a
+thousand of them meet in eight rounds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
@@ -23,17 +25,21 @@ from lightning_gpipe.core.transport import (
     SAME_CODE,
     OutOfStep,
     RankFailed,
+    Tree,
     abort_group,
     bytes_in,
+    connecting_on_demand,
     ranges_of,
     receive_value,
     send_value,
+    set_connected,
     users_line,
 )
 
 _FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
 _POLL = 0.1  # seconds
-_TEXT = 200  # bytes
+_DIGEST = 7  # bytes
+_MOST = 8  # processes in a message
 _LAST = "the last process to "  # what each waits for, where they only meet
 
 
@@ -66,13 +72,20 @@ class Group:
     def __init__(self, timeout: timedelta, ranks: list[list[int]] | None = None) -> None:
         self._timeout = timeout
         self.process_group: Any
-        self.process_group, _ = dist.new_subgroups_by_enumeration(
-            ranks or [list(range(dist.get_world_size()))], timeout=timeout, backend="gloo"
-        )
+        ranks = ranks or [list(range(dist.get_world_size()))]
+        with connecting_on_demand():
+            self.process_group, _ = dist.new_subgroups_by_enumeration(
+                ranks, timeout=timeout, backend="gloo"
+            )
         self.watchers: Sequence[Watcher] = ()
         self.rank = dist.get_rank(self.process_group)
         self.ranks: list[int] = dist.get_process_group_ranks(self.process_group)
         self.size = len(self.ranks)
+        self._tree = Tree(self.size)
+        self._parent = self._tree.parent(self.rank)
+        self._children = self._tree.children(self.rank)
+        set_connected(self.process_group, self._tree.neighbours(self.rank))
+        self._reduce(torch.zeros(1), torch.add)  # which connects them
         self._operations = 0  # so far
         self._name = f"processes {ranges_of(self.ranks)}"
 
@@ -107,33 +120,80 @@ class Group:
             raise
 
     def _compare(self, what: str) -> None:
-        purposes = self._texts(what)
-        if len(set(purposes)) > 1:
-            if (failure := self._failure(_POLL)) is not None:
-                raise failure
-            lines = self._texts(users_line())
-            described = (
-                f"rank {rank} waits for {purpose} (at {line})"
-                for rank, purpose, line in zip(self.ranks, purposes, lines, strict=True)
-            )
-            raise OutOfStep(
-                "all processes must do the same in the same order: "
-                f"{', '.join(described)}. {SAME_CODE}"
-            )
+        if self._is_same(what):
+            return
+        # At once: one that has failed knows of no other failure, and would go on alone.
+        everyone = self._collect((what, users_line()))
+        if (failure := self._failure(_POLL)) is not None:
+            raise failure
+        rarest = sorted(range(self.size), key=lambda k: _alike(everyone, k))[:_MOST]
+        described = (
+            f"rank {self.ranks[k]} waits for {everyone[k][0]} (at {everyone[k][1]})"
+            for k in sorted(rarest)
+        )
+        raise OutOfStep(
+            f"all processes must do the same in the same order: {', '.join(described)}. {SAME_CODE}"
+        )
 
-    def _texts(self, own: str) -> list[str]:
-        """Return the texts of all processes, shortened."""
-        content = own.encode()[:_TEXT].ljust(_TEXT)
-        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        everyone = [torch.empty_like(sent) for _ in self.ranks]
-        dist.all_gather(everyone, sent, group=self.process_group)
-        return [bytes(each.tolist()).decode(errors="ignore").rstrip() for each in everyone]
+    def _is_same(self, text: str) -> bool:
+        """Return True if all processes have the same text, by a checksum."""
+        digest = sha256(text.encode()).digest()
+        number = int.from_bytes(digest[:_DIGEST], "little", signed=True)
+        least, most = self._reduce(torch.tensor([number, ~number]), torch.minimum).tolist()
+        return bool(least == ~most)
+
+    def _reduce(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return a tensor of all processes, in each of them."""
+        tensor = tensor.contiguous()
+        for child in self._children:
+            other = torch.empty_like(tensor)
+            self._receive(child, other)
+            tensor = combine(tensor, other)
+        if self._parent is not None:
+            self._send([self._parent], tensor)
+        return self._spread(tensor, 0)
+
+    def _spread(self, tensor: Tensor, source: int) -> Tensor:
+        """Give a tensor the values that it has in process ``source``, in all processes."""
+        near = self._tree.neighbours(self.rank)
+        if self.rank != source:
+            nearest = self._tree.next_hop(self.rank, source)
+            self._receive(nearest, tensor)
+            near.remove(nearest)
+        self._send(near, tensor)
+        return tensor
+
+    def _collect(self, own: Any) -> list[Any]:
+        """Return the value of each process, in the order of their ranks."""
+        values = {self.rank: own}
+        for child in self._children:
+            values |= receive_value(partial(self._receive, child))
+        if self._parent is not None:
+            send_value(values, partial(self._send, [self._parent]))
+        everyone = self._broadcast(values, 0)
+        return [everyone[rank] for rank in range(self.size)]
+
+    def _broadcast(self, value: Any, source: int) -> Any:
+        spread = partial(self._spread, source=source)
+        if self.rank != source:
+            return receive_value(spread)
+        send_value(value, spread)
+        return value
+
+    def _send(self, to: Sequence[int], tensor: Tensor) -> None:
+        sends = [dist.isend(tensor, group_dst=k, group=self.process_group) for k in to]
+        for send in sends:
+            assert send is not None, "each is another process of the group"
+            send.wait()
+
+    def _receive(self, source: int, tensor: Tensor) -> None:
+        dist.recv(tensor, group_src=source, group=self.process_group)
 
     def _late(self, what: str) -> str:
         """Return the error message for processes that have not come in time."""
         late = [
             f"rank {k} {where}"
-            for k, where in OBSERVED.items()
+            for k, where in list(OBSERVED.items())
             if k in self.ranks and where.begun.get(self._name, 0) < self._operations
         ]
         purpose = what.removeprefix(_LAST)
@@ -152,18 +212,20 @@ class Group:
                     return failure
         return None
 
+    def is_same(self, text: str, what: str) -> bool:
+        """Return True if all processes have the same text."""
+        with self.waiting_for(what):
+            return self._is_same(text)
+
     def broadcast(self, value: Any, source: int = 0, what: str = "a broadcast") -> Any:
         """Return the value of process ``source``; in all others its tensors are on the CPU."""
         with self.waiting_for(what):
-            exchange = partial(dist.broadcast, group_src=source, group=self.process_group)
-            if self.rank != source:
-                return receive_value(exchange)
-            send_value(value, exchange)
-            return value
+            return self._broadcast(value, source)
 
     def all(self, own: Any) -> list[Any]:
         """Return the value of each process, in the order of their ranks."""
-        return [self.broadcast(own, rank) for rank in range(self.size)]
+        with self.waiting_for("the values of all"):
+            return self._collect(own)
 
     def overwrite(self, tensor: Tensor, source: int = 0) -> None:
         """Give ``tensor`` the values that it has in process ``source``."""
@@ -171,7 +233,7 @@ class Group:
             return
         with self.waiting_for("a broadcast"):
             host = tensor.detach().cpu().contiguous()
-            dist.broadcast(bytes_in(host), group_src=source, group=self.process_group)
+            self._spread(bytes_in(host), source)
             if self.rank != source:
                 with torch.no_grad():
                     tensor.copy_(host)
@@ -179,22 +241,32 @@ class Group:
     def gather(self, own: Any) -> list[Any]:
         """Return the values of all processes in the first one, and nothing in the others.
 
-        The first gets them one after another, with their tensors on the CPU.
+        They go to the first one after another, with their tensors on the CPU.
         """
         with self.waiting_for("the parts of a checkpoint"):
-            if self.rank == 0:
-                return [own, *map(self._receive, range(1, self.size))]
-            send_value(own, partial(dist.send, group_dst=0, group=self.process_group))
-            return []
+            parts = [own, *(self._pass_up(own, rank) for rank in range(1, self.size))]
+            return [] if self.rank else parts
 
-    def _receive(self, source: int) -> Any:
-        return receive_value(partial(dist.recv, group_src=source, group=self.process_group))
+    def _pass_up(self, own: Any, rank: int) -> Any:
+        """Pass the value of a process on to the parent, if it comes here; the first returns it."""
+        if self._parent is None:
+            return receive_value(partial(self._receive, self._tree.next_hop(0, rank)))
+        up = partial(self._send, [self._parent])
+        if rank == self.rank:
+            send_value(own, up)
+        elif (child := self._tree.next_hop(self.rank, rank)) != self._parent:
+
+            def pass_on(tensor: Tensor) -> None:
+                self._receive(child, tensor)
+                up(tensor)
+
+            receive_value(pass_on)
+        return None
 
     def sum(self, tensor: Tensor, what: str = "a sum over all") -> Tensor:
-        """Return the sum over all processes of a tensor on the CPU, which is changed."""
+        """Return the sum over all processes of a tensor on the CPU."""
         with self.waiting_for(what):
-            dist.all_reduce(tensor, group=self.process_group)
-        return tensor
+            return self._reduce(tensor, torch.add)
 
     def decide(self, decision: bool, *, all: bool) -> bool:
         """Return True if all processes decide so, or any."""
@@ -216,3 +288,8 @@ class Group:
         group = self.process_group
         self.process_group = None  # the connections close when nothing refers to the group
         dist.destroy_process_group(group)
+
+
+def _alike(everyone: Sequence[tuple[str, str]], k: int) -> int:
+    """Return the number of processes with the purpose of one of them."""
+    return sum(purpose == everyone[k][0] for purpose, _ in everyone)

@@ -198,7 +198,7 @@ class ProcessGroups:
 
     def _abort_device_groups(self) -> None:
         for group in (self.across, self.along, self.reductions, *self.of_norms):
-            if group is not None and group.size() > 1:
+            if group is not None and group.size() > 1 and group is not dist.group.WORLD:
                 abort_group(group)
 
 
@@ -230,7 +230,10 @@ def connect(
     elif arrangement.replicas > 1:
         pipeline = Group(timeout, rows)
     columns = [list(column) for column in zip(*rows, strict=True)]
-    across, along = _own_group(columns, timeout), _own_group(rows, timeout)
+    across = _own_group(columns, timeout)
+    # It has the same processes as the process group of all, and only the user's code uses either.
+    shared = dist.group.WORLD if pipeline is everyone else None
+    along = shared or _own_group(rows, timeout)
     reductions = _own_group(columns, timeout) if arrangement.replicas > 1 else None
     names = ("data_parallel", "pipeline_parallel")
     mesh = DeviceMesh.from_group(
@@ -243,7 +246,7 @@ def connect(
     groups.watch(groups.lifeline)
     made = [group.process_group for group in groups.host_groups]
     made += [across, along, reductions, *of_norms]
-    of_torch = [group.group_name for group in made if group is not None]
+    of_torch = [group.group_name for group in made if group not in (None, dist.group.WORLD)]
     weakref.finalize(groups, _destroy, of_torch).atexit = False
     return groups
 
@@ -257,6 +260,10 @@ def _destroy(names: Iterable[Any]) -> None:
 
 def _own_group(ranks: Sequence[list[int]], timeout: timedelta) -> ProcessGroup:
     """Make groups of these ranks, over what the devices need; return that of this process."""
-    group, _ = dist.new_subgroups_by_enumeration(list(ranks), timeout=timeout)
+    own = next(row for row in ranks if dist.get_rank() in row)
+    if len(own) == 1:  # which waits for no other process
+        group = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+    else:
+        group, _ = dist.new_subgroups_by_enumeration(list(ranks), timeout=timeout)
     assert group is not None, "each process is in one of them"
     return group

@@ -91,7 +91,8 @@ def test_numbers_that_do_not_divide(arguments: Any, message: str) -> None:
 def test_process_that_fails_awaits_no_other_failure() -> None:
     """Once each callback that saved on its error waited five seconds for the reason."""
     everyone, pipeline, none = *(SimpleNamespace(watchers=["lifeline"]) for _ in range(2)), None
-    groups: Any = ProcessGroups(everyone, pipeline, *[none] * 4, (), none)
+    make: Any = ProcessGroups
+    groups = make(everyone, pipeline, *[none] * 4, (), none)
 
     groups.expect_failures()
 

@@ -22,8 +22,12 @@ from lightning_gpipe.core.transport.local import LocalTransport, Workers
 from lightning_gpipe.core.transport.process_group.abort import (
     abort_group,
     is_broken_connection,
+    set_connected,
 )
-from lightning_gpipe.core.transport.process_group.connecting.address import choose_interface
+from lightning_gpipe.core.transport.process_group.connecting.address import (
+    choose_interface,
+    connecting_on_demand,
+)
 from lightning_gpipe.core.transport.process_group.connecting.groups import (
     Lifeline,
     join_processes,
@@ -44,6 +48,7 @@ from lightning_gpipe.core.transport.process_group.connecting.signed_store import
     signature,
 )
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
+from lightning_gpipe.core.transport.process_group.tree import Tree
 from lightning_gpipe.core.transport.process_group.whereabouts import (
     OBSERVED,
     OWN,
@@ -77,11 +82,13 @@ __all__ = [
     "RunCancelled",
     "Task",
     "Transport",
+    "Tree",
     "Workers",
     "abort_group",
     "bytes_in",
     "call_with_timeout",
     "choose_interface",
+    "connecting_on_demand",
     "is_broken_connection",
     "join_processes",
     "listen",
@@ -90,6 +97,7 @@ __all__ = [
     "receive_value",
     "resolve",
     "send_value",
+    "set_connected",
     "signature",
     "start_timeout",
     "store_barrier",

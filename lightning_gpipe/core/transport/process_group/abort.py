@@ -2,17 +2,18 @@
 
 A wait for a process that is stopped, or that no network reaches, ends with the timeout of its
 process group, which is as long as the user is patient. Over Gloo only one thing ends it sooner:
-when any wait in a group times out, all waits in that group end.
+when any wait in a group times out, all waits in that group end. It must be a wait for a process
+that is connected: else Gloo would connect first, and end this process if that fails afterwards.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch.distributed import DistError, ProcessGroup
@@ -23,13 +24,19 @@ _JOIN = 5.0  # seconds
 _GLOO = ("gloo", "pair closure")  # in its messages, for its errors have no type of their own
 
 
-def abort_gloo(group: Any) -> None:
-    """End all waits in a group over Gloo; it is of no use any more.
+# Of the groups whose processes connect on demand, the ranks that are connected.
+_CONNECTED: WeakKeyDictionary[ProcessGroup, Collection[int]] = WeakKeyDictionary()
 
-    A wait for any process times out whichever of them are connected, and connects none.
-    """
+
+def set_connected(group: ProcessGroup, ranks: Collection[int]) -> None:
+    """Let :func:`abort_group` know which ranks of a group are connected with this one."""
+    _CONNECTED[group] = ranks
+
+
+def abort_gloo(group: Any, rank: int) -> None:
+    """End all waits in a group over Gloo, by a wait for another rank; it is of no use any more."""
     with suppress(RuntimeError):
-        group.recv_anysource([torch.empty(1)], _TAG).wait(timedelta(milliseconds=1))
+        group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
 def abort_group(group: ProcessGroup) -> None:
@@ -37,7 +44,10 @@ def abort_group(group: ProcessGroup) -> None:
     for device in group._device_types:
         backend = group._get_backend(device)
         if isinstance(backend, ProcessGroupGloo):
-            abort_gloo(backend)
+            # Each rank is tried: a wait for one that has closed fails, but does not time out.
+            others = set(range(group.size())).difference([group.rank()])
+            for rank in _CONNECTED.get(group, others):
+                abort_gloo(backend, rank)
         else:
             with suppress(RuntimeError):
                 backend.abort()

@@ -13,13 +13,15 @@ import os
 import socket
 import struct
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"  # the environment variable
+_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"  # the same
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux, for IPv4
 _IPV6 = Path("/proc/net/if_inet6")
 
@@ -35,6 +37,22 @@ def device_for() -> Any:
         with suppress(OSError):  # the name is unknown here
             return ProcessGroupGloo.create_device(hostname=own_addresses(master)[0], lazy_init=True)
     return ProcessGroupGloo.create_default_device(lazy_init=True)
+
+
+@contextmanager
+def connecting_on_demand() -> Iterator[None]:
+    """A ``with`` block that makes process groups whose processes connect when they talk.
+
+    Over Gloo they would connect each with all others at once. See :func:`set_connected`.
+    """
+    before = os.environ.get(_ON_DEMAND)
+    os.environ[_ON_DEMAND] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_ON_DEMAND]
+        if before is not None:
+            os.environ[_ON_DEMAND] = before
 
 
 def choose_interface(main_address: str) -> None:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_gpipe.core.transport.process_group.connecting.signed_store import SignedStore
+from lightning_gpipe.core.transport.process_group.tree import Tree
+from lightning_gpipe.core.transport.process_group.whereabouts import ranges_of
 
 _POLL = 0.05  # seconds
 _JOIN = 1.0  # the same
@@ -39,9 +41,11 @@ def store_barrier(
 ) -> str:
     """Wait for all processes, and agree on a name: one that all offer, or a new one.
 
-    The first process writes a new name, waits until all have come to it, and answers each. Entries
-    that an earlier run left in the store, such as one that torchrun has ended, have other names. A
-    collective would wait for as long as the user's process group does, and not name the missing.
+    The processes are a tree. Each waits until its children have come to it, comes to its parent,
+    and passes on the answer, which is the name of the first process. It comes under a name that the
+    parent has drawn, and the parent answers each ticket. So entries that an earlier run left in the
+    store, such as one that torchrun has ended, are no answers. A collective would wait for as long
+    as the user's process group does, and not name the missing.
 
     Args:
         store: The store that all of them read and write.
@@ -55,11 +59,15 @@ def store_barrier(
     Raises:
         RuntimeError: If some have not come by then.
     """
-    place, own_name = SignedStore(PrefixStore("-".join(map(str, ranks)), store)), uuid4().hex
-    if rank == 0:
-        answer = _gather(place, own_name, len(ranks), timeout, offer, check)
-    else:
-        answer = _come(place, rank, 2 * timeout, f"{own_name} {offer}", check)
+    place = "_".join(f"{first}-{last}" for first, last in ranges_of(ranks))
+    members = Members(SignedStore(PrefixStore(place, store)), Tree(len(ranks)), rank, offer)
+    # The first process may come last, and then wait itself.
+    seconds = timeout.total_seconds() * (1 if rank == 0 else 2)
+    deadline = time.monotonic() + seconds
+    while (answer := members.answer(late=time.monotonic() > deadline)) is None:
+        check()
+        time.sleep(_POLL)
+    members.pass_on(answer)
     if answer.startswith(_MISSING):
         raise RuntimeError(
             f"all processes must {purpose}: rank {answer.removeprefix(_MISSING)} did not within "
@@ -69,49 +77,76 @@ def store_barrier(
     return answer
 
 
-def _gather(
-    store: SignedStore,
-    name: str,
-    size: int,
-    timeout: timedelta,
-    offer: str,
-    check: Callable[[], None],
-) -> str:
-    """Wait for the others at this name; return the answer that they get."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        store.set(_NAME, name)  # again, in case that a stranger has written there
-        entries = {k: store.get(f"{name}/{k}") for k in range(1, size)}
-        missing = [k for k, entry in entries.items() if entry is None]
-        if not missing or time.monotonic() > deadline:
-            break
-        check()
-        time.sleep(_POLL)
-    present = [entry.split(" ") for entry in entries.values() if entry is not None]
-    common = offer if all(other == offer for _, other in present) else ""
-    answer = _MISSING + ", ".join(map(str, missing)) if missing else common or name
-    for ticket, _ in present:
-        store.set(f"{name}/{ticket}", answer)
-    return answer
+class Entry(NamedTuple):
+    """A process that has come to its parent, and those below it.
+
+    Attributes:
+        ticket: A name that it has drawn for this time.
+        offer: The name that all of them offer, if any.
+        missing: The numbers of those that have not come, with commas between.
+    """
+
+    ticket: str
+    offer: str
+    missing: str
 
 
-def _come(
-    store: SignedStore, rank: int, timeout: timedelta, entry: str, check: Callable[[], None]
-) -> str:
-    """Come to the first process, which may come last and wait itself; return its answer."""
-    ticket = entry.partition(" ")[0]
-    name, deadline = "", time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        latest = store.get(_NAME) or name
-        # The first process answers before it goes on to its next barrier, under another name.
-        if name and (answer := store.get(f"{name}/{ticket}")) is not None:
+class Members:
+    """The part of one process in a barrier: it comes to its parent, and its children to it.
+
+    Args:
+        store: The store, in which no other processes meet.
+        tree: The tree of the processes.
+        rank: The number of this process among them.
+        offer: The name that it offers, if any.
+    """
+
+    def __init__(self, store: SignedStore, tree: Tree, rank: int, offer: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._offer = offer
+        self._own = uuid4().hex  # its ticket, and the name under which the children come
+        self._parent = tree.parent(rank)
+        self._name = ""  # the parent's
+        self._children: dict[int, Entry | None] = dict.fromkeys(tree.children(rank))
+
+    def answer(self, *, late: bool) -> str | None:
+        """Come once more; return the answer, if it is there or it is too late."""
+        if self._children:
+            self._store.set(f"{self._rank}/{_NAME}", self._own)  # again, in case of a stranger
+        for child in self._children:
+            entry = self._store.get(f"{self._own}/{child}")
+            self._children[child] = None if entry is None else Entry(*entry.split(" "))
+        return self._come(self._entry(), late) if self._rank else self._decide(self._entry(), late)
+
+    def pass_on(self, answer: str) -> None:
+        """Answer the children that have come."""
+        for entry in self._children.values():
+            if entry is not None:
+                self._store.set(f"{self._own}/{entry.ticket}", answer)
+
+    def _entry(self) -> Entry:
+        missing = [str(k) for k, entry in self._children.items() if entry is None]
+        present = [entry for entry in self._children.values() if entry is not None]
+        missing += [entry.missing for entry in present if entry.missing]
+        same = all(entry.offer == self._offer for entry in present)
+        return Entry(self._own, self._offer if same else "", ",".join(missing))
+
+    def _decide(self, entry: Entry, late: bool) -> str | None:
+        if not entry.missing:
+            return entry.offer or self._own
+        return _MISSING + entry.missing.replace(",", ", ") if late else None
+
+    def _come(self, entry: Entry, late: bool) -> str | None:
+        """Come to the parent, which may come last; return its answer, if there is one."""
+        latest = self._store.get(f"{self._parent}/{_NAME}") or self._name
+        # The parent answers before it goes on to its next barrier, under another name.
+        if self._name and (answer := self._store.get(f"{self._name}/{self._own}")) is not None:
             return answer
-        name = latest
-        if name:
-            store.set(f"{name}/{rank}", entry)
-        check()
-        time.sleep(_POLL)
-    return _MISSING + "0"
+        self._name = latest
+        if self._name:
+            self._store.set(f"{self._name}/{self._rank}", " ".join(entry))
+        return f"{_MISSING}{0 if self._name else self._parent}" if late else None
 
 
 def call_with_timeout(timeout: timedelta, function: Callable[[], T], message: str) -> T:

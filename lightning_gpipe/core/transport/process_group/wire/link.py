@@ -116,13 +116,16 @@ class Link:
 
     Attributes:
         rests: Whether nothing is received, since one of both has ended.
+        connected: Set once both processes have connected.
     """
 
     def __init__(self, group: ProcessGroupGloo, rank: int, receiver: Receiver) -> None:
         self.rank = rank
         self._group: Any = group  # the stubs have neither send nor recv
         self._receiver = receiver
-        self._queue: list[QueuedSend] | None = []  # None once it is connected
+        self.connected = threading.Event()
+        self._queue: list[QueuedSend] = []  # until then
+        self._failure: BaseException | None = None  # to receive
         self._lock = threading.RLock()  # the parts of a message must stay together
         self._beats: deque[PendingSend] = deque()
         self._envelope = Envelope()  # the values that are held back
@@ -135,16 +138,17 @@ class Link:
     @property
     def reads(self) -> bool:
         """True while the other process may be expected to read what is sent."""
-        return self._queue is None and not self.rests
+        return self.connected.is_set() and not self.rests
 
     def connect(self) -> None:
         """Wait until the other process connects too, and send what has been queued."""
         while len(self._receives) < _AHEAD:
             self._receive_into(_frame())
         with self._lock:
-            queue, self._queue = self._queue or [], None
-            for send in queue:
+            for send in self._queue:
                 send.begin()
+            self._queue.clear()
+            self.connected.set()
 
     def start(self) -> None:
         """Start the receiving thread, unless it runs."""
@@ -206,7 +210,9 @@ class Link:
 
     def _send(self, content: Tensor, tag: int, *, copied: bool) -> PendingSend:
         begin = partial(self._group.send, [content], self.rank, tag)
-        if self._queue is not None:
+        if self._failure is not None:
+            raise ConnectionBroken(str(self._failure))
+        if not self.connected.is_set():
             send = QueuedSend(begin)
             self._queue.append(send)
             return PendingSend(send, content, copied)
@@ -251,9 +257,10 @@ class Link:
                     return
         except BaseException as error:
             with self._lock:
-                queue, self._queue = self._queue or [], None
-            for send in queue:
-                send.fail(error)
+                self._failure = error
+                for send in self._queue:
+                    send.fail(error)
+                self._queue.clear()
             self._receiver.on_disconnect(self.rank, error)
 
     def _receive_values(self, header: Header, content: memoryview) -> None:

@@ -39,6 +39,7 @@ from lightning_gpipe.core.transport.threads import WorkerThread
 
 _POLL = 0.2  # seconds
 _JOIN = 1.0  # the same, for a thread whose waits have ended
+_CONNECTING = 1.0  # the same, for another process that has been asked to connect
 _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
 
 
@@ -173,7 +174,9 @@ class Links:
 
     def abort(self) -> None:
         """End all connections, and all waits for them."""
-        abort_gloo(self._group)
+        for link in self:
+            if link.connected.wait(_CONNECTING):  # else its waits end with the others
+                abort_gloo(self._group, link.rank)
 
     def end(self, timeout: float = _JOIN) -> None:
         """End the thread that waits for sends, or leave it to a later call, after :meth:`abort`."""

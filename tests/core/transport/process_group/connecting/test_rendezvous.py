@@ -80,6 +80,43 @@ def test_one_that_is_missing_is_named_by_the_first() -> None:
     other.join()
 
 
+@pytest.mark.parametrize("missing", [3, 20, 79])
+def test_one_of_many_that_is_missing_is_named_to_all(missing: int) -> None:
+    """It may have children, and a parent that is not the first one."""
+    store, ranks = HashStore(), range(80)
+    messages: dict[int, str] = {}
+
+    def come_late(rank: int) -> None:
+        try:
+            store_barrier(store, ranks, rank, timedelta(seconds=2), "come")
+        except RuntimeError as error:
+            messages[rank] = str(error)
+
+    threads = [start(partial(come_late, k)) for k in ranks if k != missing]
+    for thread in threads:
+        thread.join()
+
+    assert len(messages) == 79
+    assert all(f"rank {missing} did not" in message for message in messages.values())
+
+
+def test_many_agree_on_a_name_that_all_offer() -> None:
+    store, ranks = HashStore(), range(80)
+    found: list[str] = []
+
+    def offer(rank: int) -> None:
+        found.append(store_barrier(store, ranks, rank, LONG, "come", "shared"))
+        own = "shared" if rank != 77 else "another"
+        found.append(store_barrier(store, ranks, rank, LONG, "come", own))
+
+    threads = [start(partial(offer, k)) for k in ranks]
+    for thread in threads:
+        thread.join()
+
+    assert found.count("shared") == 80
+    assert len(set(found)) == 2
+
+
 def test_first_one_that_is_missing() -> None:
     with pytest.raises(RuntimeError, match="rank 0 did not"):
         store_barrier(HashStore(), RANKS, 1, SHORT, "come")
@@ -97,7 +134,7 @@ def test_run_that_was_ended_while_its_processes_met_and_is_started_again() -> No
 def test_one_that_comes_before_the_first_and_finds_the_name_of_an_earlier_run() -> None:
     store = HashStore()
     (first,) = met(store)
-    places = [f"0-1-2/{first}/{k}" for k in (1, 2)]
+    places = [f"0-2/{first}/{k}" for k in (1, 2)]
     before = [store.get(each) for each in places]
     found: list[str] = []
     others = [start(partial(come, found, store, k)) for k in (1, 2)]
