@@ -44,7 +44,8 @@ def run_step(processes: list[Office]) -> None:
     header = Header(MessageCode.VALUES, processes[0].ledger.serial)
     for rank, office in enumerate(processes):
         near = [k for k in (rank - 1, rank + 1) if 0 <= k < size]
-        office.links.post(near, header, MAIL)
+        for other in near:
+            office.links.post(other, header, MAIL)
     for rank in (0, size - 1):
         processes[rank].links.post_to_all(header, MAIL)
     for rank, recorder in enumerate(recorders):

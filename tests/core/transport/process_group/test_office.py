@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.office import Office
-from lightning_gpipe.core.transport.process_group.whereabouts import OWN
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
     FRAME,
     open_message,
@@ -179,7 +178,7 @@ def test_process_that_has_closed_after_its_end_is_not_lost() -> None:
 
 def test_loss_that_another_connection_tells_of_a_process_that_is_heard() -> None:
     """Once a Trainer of an earlier fit, which one process had freed, ended the present one."""
-    group: Any = SpeakingGroup(MessageCode.BEAT, OWN.encode({}))
+    group: Any = SpeakingGroup(MessageCode.BEAT, json.dumps([{}, []]))
     office = Office(group, (4, 5, 6), timedelta(seconds=NEVER))
     office.listen()
     assert group.heard.wait(PATIENCE)
