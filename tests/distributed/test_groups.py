@@ -81,7 +81,8 @@ def test_numbers_that_do_not_divide(arguments: Any, message: str) -> None:
 def test_process_that_fails_awaits_no_other_failure() -> None:
     """Once each callback that saved on its error waited five seconds for the reason."""
     everyone, pipeline, none = *(SimpleNamespace(watchers=["lifeline"]) for _ in range(2)), None
-    groups: Any = ProcessGroups(everyone, pipeline, none, none, none, none)  # type: ignore[arg-type]
+    others: Any = [none] * 5
+    groups = ProcessGroups(everyone, pipeline, *others)  # type: ignore[arg-type]
 
     groups.expect_failures()
 
