@@ -9,12 +9,13 @@ Workers are threads, and replicas may differ: in the number of micro-batches, in
 a layer has used, in what their code does beside the pipeline. Yet all must take part in the same
 collectives, in the same order, or gradients of different parameters would be added. So the buckets
 depend on the model alone. Stages are sent from the last to the first, each by whichever thread
-completes what is next; and in a group of their own, which the calling thread does not use. With
-each stage goes the number of the mini-batch, in which replicas must agree.
+completes what is next; once in each step that averages; and in a group of their own, which the
+calling thread does not use. With each stage goes the number of the step, in which all must agree.
 
 A parameter may get gradients that are not in the sum of its stage, or have hooks that must see its
-gradient before it is averaged. Then the replica has zeros in its place, and tells so: in the end
-all replicas average the ``.grad`` of such parameters.
+gradient before it is averaged. The pipeline may run several times in a step, or not at all. Then
+the replica has no share in the average, and tells so: when the backward has ended, all replicas
+average the ``.grad`` of such parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from typing_extensions import override
 from lightning_gpipe.core.faithful import has_hooks, has_memory
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import GradientHome, GradientTransfer
-from lightning_gpipe.core.transport import OutOfStep
+from lightning_gpipe.core.transport import OutOfStep, is_broken_connection
+from lightning_gpipe.distributed.group import FAILURE_TIMEOUT, Watcher
 
 Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
 Bucket = Sequence[nn.Parameter]  # of one dtype, on one device
@@ -72,22 +74,28 @@ class GradientAverages(GradientHome):
     Args:
         stages: The parameters of each stage, the same in all replicas.
         group: The processes that have these stages; nothing else uses it.
+        watcher: Knows which process has failed.
         cap: The bytes of a bucket.
     """
 
     def __init__(
-        self, stages: Mapping[int, Sequence[nn.Parameter]], group: ProcessGroup, cap: float
+        self,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        group: ProcessGroup,
+        watcher: Watcher,
+        cap: float,
     ) -> None:
         self.buckets = {
             j: _buckets(stages[j], cap) for j in sorted(stages, reverse=True) if stages[j]
         }
         self.group = group
-        self.cap = cap
+        self._watcher = watcher
+        self._cap = cap
         self.outside: Collection[int] = ()
         self.adds = True
         self._active = False
-        self._begun = 0  # mini-batches so far
-        self._expected = 0  # those before the backward, at least
+        self._steps = 0  # so far
+        self._begun = False  # whether the transfer of this step has
         self._late: dict[int, nn.Parameter] = {}  # whose .grad is to be averaged, in order
 
     @property
@@ -112,28 +120,35 @@ class GradientAverages(GradientHome):
 
     @override
     def begin(self) -> GradientTransfer | None:
-        if not self._active:
+        if not self._active or self._begun:
             return None
-        self._begun += 1
-        return _AveragedTransfer(self, self._begun)
+        self._begun = True
+        return _AveragedTransfer(self, self._steps)
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Wait for collectives, and raise an error that names a process by which they fail."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            failure = (
+                self._watcher.failure(FAILURE_TIMEOUT) if is_broken_connection(error) else None
+            )
+            raise error if failure is None else failure from error
 
     def add_late(self, parameter: nn.Parameter) -> None:
         """Average the ``.grad`` of a parameter in :meth:`finish`; called alike in all replicas."""
         self._late[id(parameter)] = parameter
 
     def finish(self) -> None:
-        """Average what could not leave early, once autograd has written all gradients.
-
-        Raises:
-            RuntimeError: If no mini-batch had gradients, so that other replicas may wait for them.
-        """
-        if self._begun == self._expected:
-            raise RuntimeError(
-                "each step must go through the pipeline in all replicas: the loss of one does not "
-                "depend on it. If that may be so in some steps, write "
-                "ddp={'find_unused_parameters': True}."
-            )
-        self._expected = self._begun
+        """Average what could not leave early, once autograd has written all gradients."""
+        if not self._begun:  # in other replicas the loss depends on the pipeline
+            transfer = _AveragedTransfer(self, self._steps)
+            transfer.open(set(map(id, self.parameters)))
+            for j in self.buckets:
+                transfer.send(j, [])
+            transfer.receive()
+        self._steps, self._begun = self._steps + 1, False
         late, self._late = list(self._late.values()), {}
         if not late:
             return
@@ -141,7 +156,7 @@ class GradientAverages(GradientHome):
         notes = _counts(self.group, there, late[0].device)
         dist.all_reduce(notes, group=self.group)
         late = [each for each, replicas in zip(late, notes.tolist(), strict=True) if replicas]
-        for bucket in _buckets(late, self.cap):
+        for bucket in _buckets(late, self._cap):
             flat = _Flat.of(bucket)
             for parameter, part in zip(bucket, flat.parts, strict=True):
                 if parameter.grad is not None:
@@ -239,14 +254,13 @@ class _AveragedTransfer(GradientTransfer):
         assert self._awaited is None, "all stages have sent their gradients"
         pairs = list(self._own)
         for sent in self._sent:
-            for work in sent.works:
-                work.wait()
+            self._averages.wait(sent.works)
             number, *counts = sent.notes.tolist()
             if number != self._number * self._averages.group.size():
                 raise OutOfStep(
-                    "all replicas must run as many mini-batches through the pipeline: this one "
-                    f"averages the gradients of mini-batch {self._number}, and another one those "
-                    "of another. Call the pipeline equally often in all of them."
+                    "all replicas must average the gradients of the same steps: got step "
+                    f"{self._number} of the fit here, and another step in another replica. Let all "
+                    "of them run as many batches, and the same callbacks."
                 )
             size = len(sent.parameters)
             noted = zip(sent.parameters, sent.parts, counts[:size], counts[size:], strict=True)

@@ -36,7 +36,7 @@ from lightning_gpipe.core.transport import (
     users_line,
 )
 
-_FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
+FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
 _POLL = 0.1  # seconds
 _DIGEST = 7  # bytes
 _MOST = 8  # processes in a message
@@ -114,7 +114,7 @@ class Group:
                 raise
             if time.monotonic() - began >= self._timeout.total_seconds():
                 raise RuntimeError(self._late(what)) from error
-            failure = self._failure(_FAILURE_TIMEOUT)
+            failure = self._failure(FAILURE_TIMEOUT)
             if failure is not None:
                 raise type(failure)(f"{failure}, while {what} was awaited") from error
             raise

@@ -35,6 +35,7 @@ from lightning_gpipe.core.faithful import (
 )
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.run import leaves_around
+from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed import (
     GradientAverages,
@@ -79,6 +80,7 @@ class Replicas:
         self._averages: GradientAverages | None = None  # of those that leave early
         self._early: bool | None = None  # whether some do, once the fit has begun
         self._pipeline: Pipeline | None = None  # if there is one
+        self._by_micro_batch = False
         self._buffers_of: nn.Module | None = None  # the module, if it has no wrapper
         self._synchronised = True  # whether the last step averaged gradients
         self._together: SameParameters | None = None
@@ -128,7 +130,9 @@ class Replicas:
         stages = own_parameters(module, self._pipeline.layout)
         if any(stages.values()):
             assert groups.reductions is not None, "there are replicas"
-            self._averages = GradientAverages(stages, groups.reductions, bucket_bytes(self._ddp))
+            self._averages = GradientAverages(
+                stages, groups.reductions, groups.lifeline, bucket_bytes(self._ddp)
+            )
         averaged = alone if self._averages is None else [*self._averages.parameters, *alone]
         wrapper = replicated(module, across, {**self._ddp, "init_sync": False}, averaged)
         self._buffers_of = module if wrapper is None and self._averages is not None else None
@@ -150,7 +154,8 @@ class Replicas:
         if self._averages is not None and not early:
             raise RuntimeError(
                 "a communication hook must be registered in on_fit_start: got one after the first "
-                "step, by when the gradients of the stages are averaged without it."
+                "step, by when the gradients of the stages are averaged without it. Call "
+                "self.trainer.model.register_comm_hook(state, hook) there."
             )
         return self._averaged != _trainable(module)
 
@@ -176,9 +181,10 @@ class Replicas:
             # At the end of this backward, before hooks after it, as the wrapper does.
             loss.register_hook(lambda _: _engine().queue_callback(averages.finish))
         ids = set(map(id, averages.parameters if outside is None else outside))
+        active = loss is not None or self._by_micro_batch
         pipeline.engine.home = averages
         try:
-            with averages.averaging(ids, adds=adds):
+            with averages.averaging(ids, adds=adds) if active else nullcontext():
                 yield
         finally:
             pipeline.engine.home = None
@@ -226,6 +232,7 @@ class Replicas:
         self._early, self._synchronised = None, True
         modules = pipelined.modules
         self._pipeline = modules[0].pipeline if len(modules) == 1 else None
+        self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
         if processes.pipeline_group is not None:
             summed = self._everyone if processes.at_last else None
             self._together = SameParameters(processes.pipeline_group, around, precision, summed)

@@ -132,11 +132,12 @@ def _run_backward_phase(
 
 
 def leaves_around(loss: Tensor) -> list[Tensor] | None:
-    """Return the leaves that backward from a loss reaches beside those within pipelines.
+    """Return the leaves that backward from a loss reaches outside of the pipeline's only node.
 
-    None if that cannot be known, where the graph has a backward of its own.
+    None if there is no such node, or another one, or a backward within the backward.
     """
     leaves: list[Tensor] = []
+    nodes = 0
     waiting: list[Any] = [loss.grad_fn]
     seen = {None, *waiting}
     while waiting:
@@ -145,6 +146,7 @@ def leaves_around(loss: Tensor) -> list[Tensor] | None:
             return None
         after = [child for child, _ in node.next_functions]
         if type(node) is _Sources._backward_cls:
+            nodes += 1
             # Each leaf of the stages is there once; one that is an input as well, twice.
             times = Counter(after)
             after = [child for child in after if not is_leaf(child) or times[child] > 1]
@@ -152,7 +154,7 @@ def leaves_around(loss: Tensor) -> list[Tensor] | None:
         seen |= new
         leaves += [child.variable for child in new if is_leaf(child)]
         waiting += [child for child in new if not is_leaf(child)]
-    return leaves
+    return leaves if nodes == 1 else None
 
 
 class StepOutputs:

@@ -203,7 +203,7 @@ class StagePass:
             if gradients:
                 raise RuntimeError(
                     "gradients of a stage must be complete after its last backward, when they are "
-                    f"sent to the other replicas: {self.stage} got some later, from a stage that "
+                    f"sent to the other replicas: got some later on {self.stage}, from one that "
                     "uses a tensor which its layers have kept. Pass the tensor on with the output."
                 )
             gradients, self._left = self._left, None
