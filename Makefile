@@ -94,6 +94,7 @@ soak: $(READY)
 	    tests/promises/test_random_faults.py tests/promises/test_processes.py::test_drawn_models \
 	    tests/promises/test_processes_that_fail.py tests/promises/test_killed_runs.py \
 	    tests/promises/test_drawn_endings.py \
+	    tests/core/transport/process_group/test_many_processes.py \
 	    tests/promises/test_steps_by_micro_batch.py tests/promises/test_steps_that_fail.py \
 	    --hypothesis-profile=soak --timeout=0 -o faulthandler_timeout=0
 	SIMULATED_GPUS=4 $(BIN)/pytest tests/gpu/test_drawn_models.py --hypothesis-profile=soak \
