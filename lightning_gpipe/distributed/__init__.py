@@ -10,10 +10,13 @@ from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
 from lightning_gpipe.distributed.comparison import check_same, run_step, shapes, versions
 from lightning_gpipe.distributed.data_parallel import WorldSizeCalls, refuse_world_size
 from lightning_gpipe.distributed.ddp import (
+    bucket_bytes,
     check_options,
     check_static_graph,
     equalise,
+    equalise_buffers,
     gathered,
+    leaves_early,
     replicated,
 )
 from lightning_gpipe.distributed.gathering import (
@@ -22,6 +25,7 @@ from lightning_gpipe.distributed.gathering import (
     whole_optimizer_state,
     whole_state,
 )
+from lightning_gpipe.distributed.gradient_averages import GradientAverages, own_parameters
 from lightning_gpipe.distributed.gradients import SameParameters, gradient_norms
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
@@ -31,6 +35,7 @@ from lightning_gpipe.distributed.shared_batches import SharedLoader, unshare
 __all__ = [
     "AFTER_FAILURE",
     "Arrangement",
+    "GradientAverages",
     "Group",
     "Mode",
     "ProcessGroups",
@@ -38,15 +43,19 @@ __all__ = [
     "Scripts",
     "SharedLoader",
     "WorldSizeCalls",
+    "bucket_bytes",
     "check_options",
     "check_same",
     "check_static_graph",
     "connect",
     "end",
     "equalise",
+    "equalise_buffers",
     "gathered",
     "gradient_norms",
+    "leaves_early",
     "own_optimizer_keys",
+    "own_parameters",
     "own_state",
     "refuse_world_size",
     "replicated",

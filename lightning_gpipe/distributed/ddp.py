@@ -8,7 +8,7 @@ of other processes' stages on the meta device, which it is told to ignore.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -16,12 +16,29 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import (  # type: ignore[attr-defined]  # not in the stubs
+    ProcessGroup,
+    _broadcast_coalesced,
+)
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 _OWN = {"self", "module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}
 _BUCKET = 250 * 2**20  # bytes that are sent at a time, as DistributedDataParallel does
+
+
+# Options with which gradients of stages may be averaged without the wrapper.
+_EARLY = {"broadcast_buffers", "bucket_cap_mb", "gradient_as_bucket_view", "init_sync"}
+
+
+def leaves_early(ddp: Mapping[str, Any], wrapper: nn.Module) -> bool:
+    """Return True if gradients of stages may leave early, as the user has set up the wrapper."""
+    return ddp.keys() <= _EARLY and not getattr(wrapper, "_comm_hooks", None)
+
+
+def bucket_bytes(ddp: Mapping[str, Any]) -> float:
+    """Return the bytes of a bucket."""
+    return float(ddp.get("bucket_cap_mb") or 25) * 2**20
 
 
 def check_options(ddp: Mapping[str, Any] | None, replicas: int) -> None:
@@ -57,7 +74,10 @@ def check_static_graph(
 
 
 def replicated(
-    module: nn.Module, group: ProcessGroup, options: Mapping[str, Any]
+    module: nn.Module,
+    group: ProcessGroup,
+    options: Mapping[str, Any],
+    averaged: Collection[nn.Parameter] = (),
 ) -> DistributedDataParallel | None:
     """Give all replicas the values of the first, and wrap a model that averages their gradients.
 
@@ -65,15 +85,20 @@ def replicated(
         module: The model, with the stages of other processes on the meta device.
         group: The processes that have the same stages.
         options: The options of the wrapper.
+        averaged: Parameters whose gradients are averaged without it.
 
     Returns:
-        The wrapper; None if no parameter here needs a gradient.
+        The wrapper; None if no other parameter here needs a gradient.
     """
-    elsewhere = _names_on_meta(module)
-    if not any(each.requires_grad and not each.is_meta for each in module.parameters()):
+    ids = set(map(id, averaged))
+    rest = (each for each in module.parameters() if each.requires_grad and id(each) not in ids)
+    wraps = not all(each.is_meta for each in rest)
+    if not wraps or (ids and options.get("init_sync", True)):
         equalise(module, group)
+    if not wraps:
         return None
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, elsewhere)
+    ignored = _names(module, lambda tensor: _is_meta(tensor) or id(tensor) in ids)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     try:
         return DistributedDataParallel(module, process_group=group, **options)
     finally:
@@ -82,7 +107,14 @@ def replicated(
 
 def equalise(module: nn.Module, group: ProcessGroup) -> None:
     """Give all replicas the values of the first."""
-    _sync_module_states(module, group, _BUCKET, 0, _names_on_meta(module), True)
+    _sync_module_states(module, group, _BUCKET, 0, _names(module, _is_meta), True)
+
+
+def equalise_buffers(module: nn.Module, group: ProcessGroup) -> None:
+    """Give all replicas the buffers of the first, as the wrapper does before a forward."""
+    buffers = [buffer.detach() for buffer in module.buffers() if not buffer.is_meta]
+    if buffers:
+        _broadcast_coalesced(group, buffers, _BUCKET, 0)
 
 
 def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
@@ -92,11 +124,15 @@ def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     return everyone
 
 
-def _names_on_meta(module: nn.Module) -> list[str]:
-    """Return the names of other processes' tensors, in the forms that the wrapper compares."""
+def _is_meta(tensor: Tensor) -> bool:
+    return tensor.is_meta  # of another process
+
+
+def _names(module: nn.Module, includes: Callable[[Tensor], bool]) -> list[str]:
+    """Return the names of some tensors, in the forms that the wrapper compares."""
     names = []
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, tensor in chain(owner._parameters.items(), owner._buffers.items()):
-            if tensor is not None and tensor.is_meta:
+            if tensor is not None and includes(tensor):
                 names += [f"{path}.{name}", f"{path}.{name}".removeprefix(".")]
     return names

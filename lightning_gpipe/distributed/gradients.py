@@ -29,10 +29,21 @@ class SameParameters:
         group: The processes.
         around: The parameters that each process has.
         plugin: The precision plugin.
+        summed: All processes of all pipelines, if each has a part of the gradients of these
+            parameters, those of the code that it runs; None if each has all of them.
     """
 
-    def __init__(self, group: Group, around: Sequence[nn.Parameter], plugin: Precision) -> None:
+    def __init__(
+        self,
+        group: Group,
+        around: Sequence[nn.Parameter],
+        plugin: Precision,
+        summed: Group | None = None,
+    ) -> None:
         self._group = group
+        self._summed = summed
+        self._totals: dict[int, Tensor] = {}  # of the steps before, by the ids of the parameters
+        self._earlier: dict[int, Tensor] = {}  # those that the present step adds to
         self._around = around
         self._around_ids = {id(parameter) for parameter in around}
         self._plugin = plugin
@@ -45,14 +56,44 @@ class SameParameters:
             self._unscale_here = plugin.scaler._unscale_grads_
             self._changes.write([(vars(plugin.scaler), "_unscale_grads_", self._unscale)])
 
-    def equalise(self) -> None:
-        """Give all processes the gradients of the first one.
+    def begin(self) -> None:
+        """Set gradients aside to which a backward would add, and which are whole already."""
+        for parameter in self._around if self._summed is not None else ():
+            if parameter.grad is not None and parameter.grad is self._totals.get(id(parameter)):
+                self._earlier[id(parameter)], parameter.grad = parameter.grad, None
 
-        They are the same but for rounding, which depends on the number of threads.
+    def equalise(self) -> None:
+        """Give all processes the gradients of the first one, or the sums of all.
+
+        The first one's are the same but for rounding, which depends on the number of threads.
         """
+        if self._summed is not None:
+            self._sum(self._summed)
+            return
         for parameter in self._around:
             if parameter.grad is not None:
                 self._group.overwrite(parameter.grad)
+
+    def _sum(self, group: Group) -> None:
+        """Give all processes the sums over the processes of a pipeline, averaged over pipelines."""
+        there = torch.tensor([int(p.grad is not None) for p in self._around])
+        some = group.sum(there, "the number of gradients around the pipeline").tolist()
+        used = [p for p, number in zip(self._around, some, strict=True) if number]
+        for dtype in dict.fromkeys(p.dtype for p in used):
+            of_dtype = [p for p in used if p.dtype == dtype]
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in of_dtype]
+            flat = torch.cat([part.detach().cpu().reshape(-1) for part in parts])
+            group.sum(flat, "the gradients around the pipeline")
+            flat /= group.size // self._group.size
+            sums = flat.split([p.numel() for p in of_dtype])
+            for parameter, total in zip(of_dtype, sums, strict=True):
+                gradient = total.view(parameter.shape).to(parameter.device, copy=True)
+                earlier = self._earlier.pop(id(parameter), None)
+                parameter.grad = gradient if earlier is None else earlier + gradient
+                self._totals[id(parameter)] = parameter.grad
+        for parameter in self._around:
+            if (earlier := self._earlier.pop(id(parameter), None)) is not None:
+                parameter.grad = earlier
 
     def release(self) -> None:
         """Restore the methods of the plugin and its scaler."""

@@ -45,6 +45,7 @@ class Arrangement:
         replicas: The number of pipelines.
         nodes: The number of machines.
         devices: The number of devices of each.
+        last_first: Whether the first process of a pipeline has its last stage.
 
     Raises:
         ValueError: If they do not divide.
@@ -54,6 +55,7 @@ class Arrangement:
     replicas: int
     nodes: int
     devices: int
+    last_first: bool = False
 
     def __post_init__(self) -> None:
         got = f"replicas={self.replicas}, Trainer(devices={self.devices}, num_nodes={self.nodes})"
@@ -106,7 +108,13 @@ class Arrangement:
         if self.in_each_pipeline == 1:
             return None
         workers = self.devices // self.on_each_node  # of each process
-        return [place for place in range(self.in_each_pipeline) for _ in range(workers)]
+        return [place for place in self._places for _ in range(workers)]
+
+    @property
+    def _places(self) -> list[int]:
+        """The places of the processes of a pipeline, in the order of its workers."""
+        places = list(range(self.in_each_pipeline))
+        return places[::-1] if self.last_first else places
 
     def replica_of(self, rank: int) -> int:
         """Return the number of the pipeline of a process."""
@@ -118,7 +126,9 @@ class Arrangement:
 
     def of_replica(self, devices: Sequence[T], replica: int) -> Sequence[T]:
         """Return the devices of a pipeline, one for each worker, given those of a machine."""
-        return _part([*devices] * self.nodes, replica, self.replicas)
+        own = _part([*devices] * self.nodes, replica, self.replicas)
+        parts = (_part(own, place, self.in_each_pipeline) for place in self._places)
+        return [device for part in parts for device in part]
 
 
 def _part(values: Sequence[T], k: int, parts: int) -> Sequence[T]:
@@ -136,6 +146,8 @@ class ProcessGroups:
         pipeline: The processes of this pipeline; None if it has one.
         across: The processes with this one's place in all pipelines, for tensors on its device.
         along: The processes of this pipeline, for tensors on its device.
+        reductions: Those of ``across``, for gradients that leave while others use that group; None
+            if there is one pipeline.
         mesh: All processes, a row for each pipeline.
         of_norms: As ``across``, for moments of batch norms: one for each worker of this process and
             one for what is around the stages; none if each replica has its own moments.
@@ -146,6 +158,7 @@ class ProcessGroups:
     pipeline: Group | None
     across: ProcessGroup
     along: ProcessGroup
+    reductions: ProcessGroup | None
     mesh: DeviceMesh
     of_norms: Sequence[ProcessGroup]
     lifeline: Lifeline
@@ -184,8 +197,8 @@ class ProcessGroups:
         self._abort_device_groups()
 
     def _abort_device_groups(self) -> None:
-        for group in (self.across, self.along, *self.of_norms):
-            if group.size() > 1:
+        for group in (self.across, self.along, self.reductions, *self.of_norms):
+            if group is not None and group.size() > 1:
                 abort_group(group)
 
 
@@ -217,8 +230,8 @@ def connect(
     elif arrangement.replicas > 1:
         pipeline = Group(timeout, rows)
     columns = [list(column) for column in zip(*rows, strict=True)]
-    across = _own_group(columns, timeout)
-    along = _own_group(rows, timeout)
+    across, along = _own_group(columns, timeout), _own_group(rows, timeout)
+    reductions = _own_group(columns, timeout) if arrangement.replicas > 1 else None
     names = ("data_parallel", "pipeline_parallel")
     mesh = DeviceMesh.from_group(
         [across, along], device_type, torch.tensor(rows), mesh_dim_names=names
@@ -226,9 +239,10 @@ def connect(
     workers = arrangement.devices // arrangement.on_each_node
     of_norms = [_own_group(columns, timeout) for _ in range(synchronised * (workers + 1))]
     lifeline = Lifeline(lost_after)
-    groups = ProcessGroups(everyone, pipeline, across, along, mesh, of_norms, lifeline)
+    groups = ProcessGroups(everyone, pipeline, across, along, reductions, mesh, of_norms, lifeline)
     groups.watch(groups.lifeline)
-    made = [*(group.process_group for group in groups.host_groups), across, along, *of_norms]
+    others = across, along, reductions, *of_norms
+    made = [*(group.process_group for group in groups.host_groups), *others]
     of_torch = [group.group_name for group in made if group is not None]
     weakref.finalize(groups, _destroy, of_torch).atexit = False
     return groups

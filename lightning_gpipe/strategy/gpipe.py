@@ -55,6 +55,7 @@ from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.adapters.signals import Signals
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import compile_layers
+from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.options import (
     StartMethod,
     StrategyOptions,
@@ -132,6 +133,10 @@ class GPipeStrategy(ParallelStrategy):
             threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine. With
             several, each runs the same code on the same batches, which the first one loads, and has
             the parameters of its own stages.
+        outputs: The processes that get the outputs of the last stage, and run the user's step from
+            its call of the pipeline to the loss: ``"all"``, or that of the ``"last"`` stage, which
+            tells the others the loss and what was logged. ``"auto"`` is ``"all"`` for up to eight
+            processes, and ``"last"`` for more.
         timeout: How long processes wait for a slow one, when they agree on something or save a
             checkpoint.
         lost_after: The time after which a process that was stopped, or that no network reaches, is
@@ -179,6 +184,7 @@ class GPipeStrategy(ParallelStrategy):
         verify: bool | Literal["sample"] = "sample",
         around: Literal["last", "first"] = "last",
         processes: Mode = "single",
+        outputs: Literal["all", "last", "auto"] = "auto",
         timeout: timedelta = default_pg_timeout,
         lost_after: timedelta | None = None,
         process_group_backend: str | None = None,
@@ -266,7 +272,8 @@ class GPipeStrategy(ParallelStrategy):
     def _wrap(self) -> None:
         """Let replicas average the gradients of the present parameters on their devices."""
         self.model = self._root  # the old wrapper goes first
-        self.model = self._replicas.wrapped(self._root)
+        assert self._piped is not None, "it is set up"
+        self.model = self._replicas.wrapped(self._root, self._piped.around())
 
     def grad_norm(
         self, module: nn.Module, norm_type: float = 2.0, group_separator: str = "/"
@@ -419,13 +426,10 @@ class GPipeStrategy(ParallelStrategy):
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
             rich.print(piped.pipeline.listing())
-        self._steps = UserSteps(
-            module, piped, verify=self.options.verified, in_wrapper=self._in_wrapper
-        )
         self.model_to_device()
         self._checkpoints.load_part(module)
         if self.is_distributed:
-            self.model = self._replicas.wrapped(module)
+            self.model = self._replicas.wrapped(module, piped.around())
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
             self.setup_optimizers(trainer)
@@ -436,10 +440,17 @@ class GPipeStrategy(ParallelStrategy):
         if self.options.save_distributed_checkpoint:
             refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
-        self._replicas.begin(self.precision_plugin, piped.around())
+        self._replicas.begin(self.precision_plugin, piped)
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
         guard_logs(module, changes, split=processes.split)
+        self._steps = UserSteps(
+            module,
+            piped,
+            verify=self.options.verified,
+            in_wrapper=self._in_wrapper,
+            last=LastOutputs(module, piped.pipeline, changes) if processes.at_last else None,
+        )
         layout = piped.pipeline.layout
         adapt_callbacks(callbacks, changes, layout, self.data_parallel_size)
         self._signals.follow(trainer, changes)
@@ -467,7 +478,8 @@ class GPipeStrategy(ParallelStrategy):
         try:
             if self._processes.groups is None or self._piped is None:
                 return super().backward(*args, **kwargs)
-            with self._replicas.in_step(), self._piped.pipeline.engine.telling():
+            engine, averaging = self._piped.pipeline.engine, self._replicas.averaging(loss=args[0])
+            with self._replicas.in_step(), engine.telling(), averaging:
                 return super().backward(*args, **kwargs)
         except RuntimeError as error:
             refuse_second_backward(error)
@@ -481,6 +493,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
+        self._replicas.before_backward()
         by_itself = self._root.automatic_optimization  # then DDP's forward has done it
         if isinstance(self.model, DistributedDataParallel) and not by_itself:
             prepare_for_backward(self.model, closure_loss)
@@ -503,7 +516,8 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.is_distributed and self._replicas.outdated(self._root):
+        assert self.model is not None
+        if self.is_distributed and self._replicas.outdated(self._root, self.model):
             self._wrap()
         self._averages.follow_in_epoch(self._root)
 
@@ -514,7 +528,10 @@ class GPipeStrategy(ParallelStrategy):
         step = partial(self._steps.training, super().training_step, self.precision_plugin)
         if self._processes.groups is None:
             return step(args, kwargs)
-        with self._replicas.in_step(), self._replicas.synchronising():
+        trainer = self._root.trainer
+        added = bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches)
+        replicas = self._replicas
+        with replicas.in_step(), replicas.synchronising(), replicas.averaging(adds=added):
             return step(args, kwargs)
 
     def _in_wrapper(self, run: Callable[[], Any]) -> Any:

@@ -28,6 +28,7 @@ from lightning_gpipe.distributed import Mode
 from lightning_gpipe.strategy.compilation import check_compile
 
 StartMethod = Literal["popen", "spawn", "fork"]
+Outputs = Literal["all", "last", "auto"]
 
 P = ParamSpec("P")
 
@@ -54,6 +55,7 @@ class StrategyOptions:
     verify: bool | Literal["sample"]
     around: Around
     processes: Mode
+    outputs: Outputs
     timeout: timedelta
     lost_after: timedelta | None
     process_group_backend: str | None
@@ -133,11 +135,18 @@ class StrategyOptions:
                 f"lost_after={lost_after!r}, processes={self.processes!r}. Leave it out, or give "
                 "processes and a datetime.timedelta."
             )
-        for name, kind in (("processes", Mode), ("start_method", StartMethod)):
+        kinds = {"processes": Mode, "outputs": Outputs, "start_method": StartMethod}
+        for name, kind in kinds.items():
             value, words = getattr(self, name), get_args(kind)
             if value not in words:
                 known = ", ".join(map(repr, words))
                 raise ValueError(f"{name} must be one of {known}: got {value!r}.")
+
+        if self.outputs == "last" and self.processes == "single":
+            raise ValueError(
+                "outputs='last' is for a pipeline of several processes: got processes='single'. "
+                "Leave it out, or write processes='per_stage' or 'per_node'."
+            )
 
     def _check_schedule(self) -> None:
         schedule = self.schedule

@@ -54,6 +54,7 @@ from lightning_gpipe.distributed import (
 from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.refusals import refuse_several_nodes, refuse_several_processes
 
+_ALL = 8  # the most processes of a pipeline of which each gets the outputs by default
 _MOMENT = 1.0  # seconds
 _BROKEN = 5.0  # the same until it is known why a connection has ended
 
@@ -97,9 +98,20 @@ class Processes:
         return self.options.replicas > 1
 
     @property
+    def at_last(self) -> bool:
+        """True if only the process of the last stage, which is the first one, gets the outputs."""
+        if self.options.outputs != "auto":
+            return self.options.outputs == "last"
+        return self._arrangement().in_each_pipeline > _ALL
+
+    @property
     def arrangement(self) -> Arrangement:
-        options = self.options
-        return Arrangement(options.processes, options.replicas, self._nodes, len(self.devices))
+        # Stages that go down the devices and back have the last one with the first anyway.
+        return self._arrangement(last_first=self.at_last and not self.options.folded)
+
+    def _arrangement(self, *, last_first: bool = False) -> Arrangement:
+        options, devices = self.options, len(self.devices)
+        return Arrangement(options.processes, options.replicas, self._nodes, devices, last_first)
 
     def place(
         self, devices: list[torch.device], nodes: int, environment: ClusterEnvironment | None

@@ -8,8 +8,8 @@ or gathered is so over replicas, each process with those that have its place in 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -33,16 +33,23 @@ from lightning_gpipe.core.faithful import (
     check_batch_norms,
     over_replicas,
 )
+from lightning_gpipe.core.pipeline import Pipeline
+from lightning_gpipe.core.run import leaves_around
 from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed import (
+    GradientAverages,
     Group,
     SameParameters,
     WorldSizeCalls,
+    bucket_bytes,
     check_options,
     check_static_graph,
     equalise,
+    equalise_buffers,
     gathered,
     gradient_norms,
+    leaves_early,
+    own_parameters,
     replicated,
 )
 from lightning_gpipe.strategy.pipelined import PipelinedModule
@@ -69,6 +76,11 @@ class Replicas:
         self._processes = processes
         self._ddp = dict(ddp or {})
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
+        self._averages: GradientAverages | None = None  # of those that leave early
+        self._early: bool | None = None  # whether some do, once the fit has begun
+        self._pipeline: Pipeline | None = None  # if there is one
+        self._buffers_of: nn.Module | None = None  # the module, if it has no wrapper
+        self._synchronised = True  # whether the last step averaged gradients
         self._together: SameParameters | None = None
         self._waits = 0  # in steps, so far
         self._accumulates = False  # whether another backward comes before the optimizer's step
@@ -88,15 +100,18 @@ class Replicas:
 
     # Values and gradients.
 
-    def wrapped(self, module: LightningModule) -> nn.Module:
+    def wrapped(self, module: LightningModule, around: Collection[nn.Parameter]) -> nn.Module:
         """Give all replicas the values of the first.
 
+        ``around`` are the parameters that each process of a pipeline has.
+
         Returns:
-            In a fit a wrapper whose backward averages the gradients over replicas; the module
-            itself otherwise, and if no parameter here needs a gradient.
+            In a fit a wrapper whose backward averages the gradients over replicas that do not leave
+            early; the module itself otherwise, and if no such parameter here needs a gradient.
         """
-        across = self._across
-        assert across is not None, "there are replicas, and they are connected"
+        across, groups = self._across, self._processes.groups
+        assert across is not None and groups is not None, "there are replicas, and connected"
+        self._averages = None
         if module.trainer.state.fn != TrainerFn.FITTING:
             equalise(module, across)
             return module
@@ -107,11 +122,66 @@ class Replicas:
             automatic=module.automatic_optimization,
         )
         self._averaged = _trainable(module)
-        return replicated(module, across, self._ddp) or module
+        alone = list(around) if self._processes.at_last else []  # see SameParameters
+        if not self._early or self._pipeline is None:
+            return replicated(module, across, self._ddp, alone) or module
+        stages = own_parameters(module, self._pipeline.layout)
+        if any(stages.values()):
+            assert groups.reductions is not None, "there are replicas"
+            self._averages = GradientAverages(stages, groups.reductions, bucket_bytes(self._ddp))
+        averaged = alone if self._averages is None else [*self._averages.parameters, *alone]
+        wrapper = replicated(module, across, {**self._ddp, "init_sync": False}, averaged)
+        self._buffers_of = module if wrapper is None and self._averages is not None else None
+        return wrapper or module
 
-    def outdated(self, module: LightningModule) -> bool:
-        """True if other parameters need gradients than when the module was wrapped."""
+    def outdated(self, module: LightningModule, wrapper: nn.Module) -> bool:
+        """True if the module must be wrapped anew.
+
+        That is if other parameters need gradients than before, or the fit begins, from when on
+        gradients may leave early: until then the user can register a communication hook, for all.
+
+        Raises:
+            RuntimeError: If the user registers one later.
+        """
+        early = leaves_early(self._ddp, wrapper)
+        if self._early is None:
+            self._early = self._pipeline is not None and module.automatic_optimization and early
+            return self._early
+        if self._averages is not None and not early:
+            raise RuntimeError(
+                "a communication hook must be registered in on_fit_start: got one after the first "
+                "step, by when the gradients of the stages are averaged without it."
+            )
         return self._averaged != _trainable(module)
+
+    @contextmanager
+    def averaging(self, *, loss: Tensor | None = None, adds: bool = True) -> Iterator[None]:
+        """A ``with`` block in which the gradients of stages leave early.
+
+        Args:
+            loss: The loss whose backward runs; None for a training step.
+            adds: Whether its gradients are added to those of steps before.
+        """
+        averages, pipeline, across = self._averages, self._pipeline, self._across
+        if loss is None and self._buffers_of is not None and across is not None:
+            if self._synchronised and self._ddp.get("broadcast_buffers") is not False:
+                equalise_buffers(self._buffers_of, across)  # as the wrapper would do
+            self._synchronised = not self._accumulates
+        if averages is None or pipeline is None or self._accumulates:
+            yield
+            return
+        outside: list[Tensor] | None = []
+        if loss is not None and loss.requires_grad:
+            outside = leaves_around(loss)
+            # At the end of this backward, before hooks after it, as the wrapper does.
+            loss.register_hook(lambda _: _engine().queue_callback(averages.finish))
+        ids = set(map(id, averages.parameters if outside is None else outside))
+        pipeline.engine.home = averages
+        try:
+            with averages.averaging(ids, adds=adds):
+                yield
+        finally:
+            pipeline.engine.home = None
 
     def accumulating(self) -> Manager:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""
@@ -141,19 +211,24 @@ class Replicas:
         check_batch_norms(list(norms.values()), list(norms))
         self.synchronising = partial(over_replicas, list(norms.values()), around)
 
+    def before_backward(self) -> None:
+        if self._together is not None:
+            self._together.begin()
+
     def after_backward(self) -> None:
         """Give the processes of a pipeline the same gradients of what each of them has."""
         if self._together is not None and not self._accumulates:
             self._together.equalise()
 
-    def begin(self, precision: Precision, around: Sequence[nn.Parameter]) -> None:
-        """Keep the processes the same from now on, until :meth:`end`.
-
-        ``around`` are the parameters that each process of a pipeline has.
-        """
-        processes = self._processes
+    def begin(self, precision: Precision, pipelined: PipelinedModule) -> None:
+        """Keep the processes the same from now on, until :meth:`end`."""
+        processes, around = self._processes, pipelined.around()
+        self._early, self._synchronised = None, True
+        modules = pipelined.modules
+        self._pipeline = modules[0].pipeline if len(modules) == 1 else None
         if processes.pipeline_group is not None:
-            self._together = SameParameters(processes.pipeline_group, around, precision)
+            summed = self._everyone if processes.at_last else None
+            self._together = SameParameters(processes.pipeline_group, around, precision, summed)
         if processes.groups is None:
             return
         self._waits = 0
@@ -167,6 +242,7 @@ class Replicas:
             self._changes.write(self.world_size_calls.watch(processes.options.replicas))
 
     def end(self) -> None:
+        self._pipeline = self._averages = self._buffers_of = None
         if self._together is not None:
             self._together.release()
             self._together = None
@@ -189,15 +265,28 @@ class Replicas:
         across = self._across
         if across is None or not isinstance(tensor, Tensor):
             return tensor
-        with self._everyone.waiting_for("a reduction over replicas"):
+        with self._waiting_for("a reduction over replicas"):
             return _sync_ddp_if_available(tensor, across, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
         across = self._across
         if across is None:
             return tensor
-        with self._everyone.waiting_for("the values of all replicas"):
+        with self._waiting_for("the values of all replicas"):
             return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
+
+    def _waiting_for(self, what: str) -> AbstractContextManager[None]:
+        """A ``with`` block that all processes enter.
+
+        If outputs are for the last stage, those that have it may do so alone, in a step.
+        """
+        alone = self._processes.at_last
+        return nullcontext() if alone else self._everyone.waiting_for(what)
+
+
+def _engine() -> Any:
+    """Return autograd's engine."""
+    return torch.autograd.Variable._execution_engine
 
 
 def _trainable(module: nn.Module) -> set[int]:

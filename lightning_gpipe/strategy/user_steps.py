@@ -29,6 +29,7 @@ from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.core.verify import FirstBatchVerifier
 from lightning_gpipe.distributed import run_step
+from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.micro_batch_steps import InWrapper, MicroBatchSteps
 from lightning_gpipe.strategy.pipelined import PipelinedModule, report
 
@@ -42,6 +43,7 @@ class UserSteps:
         verify: Whether to verify the first training batch, if each micro-batch has a loss, or a
             few rows of it.
         in_wrapper: Returns the result of a function, called in the forward of the module's wrapper.
+        last: Runs steps whose outputs are for the last stage; None if all processes get them.
     """
 
     def __init__(
@@ -51,8 +53,11 @@ class UserSteps:
         *,
         verify: bool | Literal["sample"],
         in_wrapper: InWrapper,
+        last: LastOutputs | None,
     ) -> None:
         self._module = module
+        self._in_wrapper = in_wrapper
+        self._last = last
         self._piped = piped
         self._checks = [BypassCheck(module, each, piped.modules) for each in piped.modules]
         self._spread = piped.pipeline.layout.spread
@@ -84,6 +89,8 @@ class UserSteps:
         """
         if self._by_micro_batch is not None:
             step = partial(self._by_micro_batch.run, precision)
+        if self._last is not None:
+            step = self._at_last(self._last, step, precision)
         run: Callable[[], Any] = partial(step, *args, **kwargs)
         automatic = self._module.automatic_optimization
         for check in self._checks:
@@ -94,6 +101,14 @@ class UserSteps:
             result = run()
         self._piped.say_ways()
         return result
+
+    def _at_last(
+        self, last: LastOutputs, step: Callable[..., Any], precision: Precision
+    ) -> Callable[..., Any]:
+        """Return the function that runs a training step whose outputs are for the last stage."""
+        if self._by_micro_batch is not None:
+            return lambda *args, **kwargs: last.run(partial(step, *args, **kwargs), trains=True)
+        return last.training(precision, self._in_wrapper)
 
     @contextmanager
     def _sample(self) -> Iterator[None]:
@@ -109,6 +124,8 @@ class UserSteps:
             verifier.remove()
 
     def evaluation(self, name: str, run: Callable[[], Any]) -> Any:
+        if self._last is not None and name != "predict_step":  # which may call the model repeatedly
+            run = partial(self._last.run, run, trains=False)
         for check in self._checks:
             run = partial(check.evaluation, name, run)
         if self._spread:

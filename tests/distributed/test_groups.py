@@ -10,9 +10,9 @@ import pytest
 from lightning_gpipe.distributed.groups import Arrangement, ProcessGroups
 
 
-def drawn(mode: Any, replicas: int, nodes: int, devices: int) -> str:
+def drawn(mode: Any, replicas: int, nodes: int, devices: int, last_first: bool = False) -> str:
     """A line for each process: its rank, replica, devices, and the workers of its pipeline."""
-    found = Arrangement(mode, replicas, nodes, devices)
+    found = Arrangement(mode, replicas, nodes, devices, last_first)
     on_node = [f"d{k}" for k in range(devices)]
     lines = []
     for rank in range(found.world_size):
@@ -55,6 +55,16 @@ def drawn(mode: Any, replicas: int, nodes: int, devices: int) -> str:
             "0: replica 0, d0 of d0d0, [0, 1]\n1: replica 0, d0 of d0d0, [0, 1]\n"
             "2: replica 1, d0 of d0d0, [0, 1]\n3: replica 1, d0 of d0d0, [0, 1]",
         ),
+        (
+            ("per_stage", 2, 1, 4, True),
+            "0: replica 0, d0 of d1d0, [1, 0]\n1: replica 0, d1 of d1d0, [1, 0]\n"
+            "2: replica 1, d2 of d3d2, [1, 0]\n3: replica 1, d3 of d3d2, [1, 0]",
+        ),
+        (
+            ("per_node", 1, 2, 2, True),
+            "0: replica 0, d0d1 of d0d1d0d1, [1, 1, 0, 0]\n"
+            "1: replica 0, d0d1 of d0d1d0d1, [1, 1, 0, 0]",
+        ),
     ],
     ids=str,
 )
@@ -81,7 +91,8 @@ def test_numbers_that_do_not_divide(arguments: Any, message: str) -> None:
 def test_process_that_fails_awaits_no_other_failure() -> None:
     """Once each callback that saved on its error waited five seconds for the reason."""
     everyone, pipeline, none = *(SimpleNamespace(watchers=["lifeline"]) for _ in range(2)), None
-    groups: Any = ProcessGroups(everyone, pipeline, none, none, none, (), none)  # type: ignore[arg-type]
+    others: Any = (none, none, none, none, (), none)
+    groups: Any = ProcessGroups(everyone, pipeline, *others)  # type: ignore[arg-type]
 
     groups.expect_failures()
 

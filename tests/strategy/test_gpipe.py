@@ -66,7 +66,8 @@ def test_public_names() -> None:
             "activation_checkpointing=None, deferred_batch_norm=True, "
             "microbatching=None, compile=False, threads='auto', split_backward=False, "
             "verify='sample', around='last', "
-            "processes='single', timeout=datetime.timedelta(seconds=1800), lost_after=None, "
+            "processes='single', outputs='auto', timeout=datetime.timedelta(seconds=1800), "
+            "lost_after=None, "
             "process_group_backend=None, start_method='popen', replicas=1, ddp=None, "
             "save_distributed_checkpoint=False)",
         ),

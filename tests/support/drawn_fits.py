@@ -25,6 +25,7 @@ from tests.support.drawn_parts import LAYERS, MIXING_LAYERS, OPERATORS, parts
 from tests.support.lightning_modules import trainer
 from tests.support.pipes import MODES
 from tests.support.resumable import SavesAt
+from tests.support.trainers import RankEnvironment
 
 KEY = "lightning_gpipe"  # of the entry of a checkpoint that a plain Trainer ignores
 
@@ -98,13 +99,13 @@ class Fit:
         """The fit with other options of the strategy."""
         return replace(self, strategy=tuple((dict(self.strategy) | options).items()))
 
-    def make_strategy(self) -> GPipeStrategy:
-        """A new strategy, for one Trainer."""
+    def make_strategy(self, **options: Any) -> GPipeStrategy:
+        """A new strategy with other ``options``, for one Trainer."""
         paths: Any = [f"parts.{k}{part.path}" for k, part in enumerate(self.model.parts)]
         balances: Any = [part.balance for part in self.model.parts]
         if len(paths) == 1:
             (paths,), (balances,) = paths, balances
-        return GPipeStrategy(balances, module=paths, **dict(self.strategy))
+        return GPipeStrategy(balances, module=paths, **dict(self.strategy), **options)
 
 
 @st.composite
@@ -199,11 +200,17 @@ class Outcome(NamedTuple):
     logged: list[Any]  # in single precision, as Lightning does it
 
 
-def outcome(fit: Fit, root: Path, *, plain: bool) -> Outcome:
-    """Run a fit, with or without its strategy."""
+def outcome(
+    fit: Fit, root: Path, *, plain: bool = False, processes: dict[str, Any] | None = None
+) -> Outcome:
+    """Run a fit, with or without its strategy, or in a rank with options for its ``processes``."""
     found, checkpoint = Outcome([], []), root / "resumed.ckpt"
     for _ in range(1 if fit.resumed is None else 2):
-        options = {} if plain else {"strategy": fit.make_strategy(), "devices": fit.devices}
+        options: dict[str, Any] = {}
+        if not plain:
+            options = {"strategy": fit.make_strategy(**processes or {}), "devices": fit.devices}
+        if processes is not None:
+            options["plugins"] = [RankEnvironment(fit.devices)]
         model, history, record = _fitted(fit, root, checkpoint, options)
         made = model.trainer
         saved = torch.load(root / "last.ckpt", weights_only=False)

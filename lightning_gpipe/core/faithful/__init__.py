@@ -25,8 +25,9 @@ from lightning_gpipe.core.faithful.random.random_state import (
     RandomState,
 )
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
-from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks, leaf_like
+from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks, has_memory, leaf_like
 from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
+from lightning_gpipe.core.faithful.state.buffers import BufferState
 from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
@@ -54,6 +55,7 @@ __all__ = [
     "Attributes",
     "Autocast",
     "Behavior",
+    "BufferState",
     "Contents",
     "Context",
     "DeferredStatistics",
@@ -84,6 +86,7 @@ __all__ = [
     "check_batch_norms",
     "default_generator",
     "has_hooks",
+    "has_memory",
     "intra_op_threads",
     "is_recomputing",
     "is_traced",

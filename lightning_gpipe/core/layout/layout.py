@@ -95,6 +95,16 @@ class Layout:
         return [j for j in range(self.n) if self.owner_of(j) == self.rank]
 
     @property
+    def first_here(self) -> bool:
+        """True if this process has the first stage."""
+        return self.owner_of(0) == self.rank
+
+    @property
+    def last_here(self) -> bool:
+        """True if this process has the last stage."""
+        return self.owner_of(self.n - 1) == self.rank
+
+    @property
     def n(self) -> int:
         return len(self.placement)
 

@@ -76,15 +76,16 @@ class MicroBatchStepping:
         pieces = [map_tensors(_alias, piece) for piece in pieces]
         m = len(pieces)
         losses = Losses(m, rows, scale)
+        schedule = schedule_for(
+            self._schedule,
+            m,
+            pipeline.layout.placement,
+            recomputed=count_recomputed(pipeline.activation_checkpointing, m),
+            split=pipeline.split_backward,
+        )
         loss, results = pipeline.engine.run_code(
             lambda i: step(pieces[i]),
-            schedule_for(
-                self._schedule,
-                m,
-                pipeline.layout.placement,
-                recomputed=count_recomputed(pipeline.activation_checkpointing, m),
-                split=pipeline.split_backward,
-            ),
+            schedule if pipeline.engine.home is None else schedule.with_gradients,
             losses,
             modules,
             partial(pipeline.microbatching.division, pieces),

@@ -211,7 +211,8 @@ class Pipeline:
         if not torch.is_grad_enabled():
             return fill_drain(m, placement)
         recomputed = count_recomputed(self.activation_checkpointing, m)
-        return fill_drain(m, placement, recomputed=recomputed, split=self.split_backward)
+        schedule = fill_drain(m, placement, recomputed=recomputed, split=self.split_backward)
+        return schedule if self.engine.home is None else schedule.with_gradients
 
 
 def as_batch(values: Sequence[Any]) -> Any:

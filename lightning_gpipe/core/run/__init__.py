@@ -4,8 +4,10 @@ A mini-batch enters at stage 0 in micro-batches and leaves as one node in the ca
 workers in between interpret the schedule and decide nothing.
 """
 
+from lightning_gpipe.core.run.autograd_node import leaves_around
 from lightning_gpipe.core.run.backward.roots import leaves_behind
 from lightning_gpipe.core.run.engine import Engine
+from lightning_gpipe.core.run.gradient_home import GradientHome, GradientTransfer
 from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import greenlets
 from lightning_gpipe.core.run.micro_batch_losses.losses import LOSS_WEIGHT, Losses, loss_and_weight
@@ -20,15 +22,19 @@ from lightning_gpipe.core.run.observe.threads_or_inline import (
 from lightning_gpipe.core.run.observe.timeline import Observation, Timeline, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
+from lightning_gpipe.core.run.step_at_last import StepAtLast
 
 __all__ = [
     "LOSS_WEIGHT",
     "Engine",
+    "GradientHome",
+    "GradientTransfer",
     "Losses",
     "Observation",
     "RunTimes",
     "Stage",
     "StagePass",
+    "StepAtLast",
     "Threads",
     "ThreadsOrInline",
     "Timeline",
@@ -36,6 +42,7 @@ __all__ = [
     "check_threads",
     "greenlets",
     "in_layers",
+    "leaves_around",
     "leaves_behind",
     "loss_and_weight",
     "pass_alone",

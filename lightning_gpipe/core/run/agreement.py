@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection
+from typing import Any
 
+from lightning_gpipe.core.data import tree_flatten, tree_unflatten
 from lightning_gpipe.core.faithful import LibraryWatch, SharedGenerators
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.shared_parameters import Ties
-from lightning_gpipe.core.schedules import Action, Schedule
+from lightning_gpipe.core.schedules import Action, Kind, Schedule
 from lightning_gpipe.core.transport import STEP, Exchange, Label, Transport
 
 NO_GENERATORS = SharedGenerators(())
@@ -42,13 +44,18 @@ class Agreement:
         label: The label of the mini-batch, before it is known what it runs.
 
     Attributes:
+        gets_outputs: Whether this process gets the outputs.
+        gets_gradients: Whether it gets the gradients of the inputs.
         ties: The parameters that stages of several processes share.
         generators: The generators that several workers share, during a phase.
         library: Watches the generators of Python and NumPy during forward.
     """
 
     def __init__(self, layout: Layout, schedule: Schedule, label: Label) -> None:
-        self.ties = Ties(layout)
+        at_last = self._at_last = bool(label.at_last)
+        self.gets_outputs = not at_last or layout.last_here
+        self.gets_gradients = not at_last or layout.first_here
+        self.ties = Ties(layout, at_last=at_last)
         self.generators = NO_GENERATORS
         self.library: LibraryWatch | None = None
         self._spread = layout.spread
@@ -83,6 +90,17 @@ class Agreement:
         exchange = transport.open(self._schedule.phase(phase), label, awaited)
         exchange.signal(self._signals)
         return exchange
+
+    def told(self, exchange: Exchange, value: Any) -> Any:
+        """Return a value, a pytree, of the process that gets the outputs, in all processes."""
+        if not self._at_last:
+            return value
+        n = self._schedule.n
+        to, route = Action(Kind.FORWARD, 0, n), Route(SkipName(None, "told"), n - 1, n)
+        if self.gets_outputs:
+            exchange.send_to_all(to, tree_flatten(value), route)
+        told = tree_unflatten(exchange.receive(to, route))
+        return value if self.gets_outputs else told
 
     def end(self, exchange: Exchange) -> None:
         """End a phase, once the caller has all results."""

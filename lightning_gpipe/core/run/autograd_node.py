@@ -24,6 +24,7 @@ backward phase then runs on it, in the schedule's order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from torch.autograd.function import Function
 
 from lightning_gpipe.core.data import FlatTree, copy_marks, requires_grad
 from lightning_gpipe.core.faithful import not_compiled
+from lightning_gpipe.core.run.backward.roots import REENTRANT, is_leaf
 from lightning_gpipe.core.run.backward.sums import Gradients
 from lightning_gpipe.core.run.guards.lost_gradients import is_written
 from lightning_gpipe.core.run.minibatch import MiniBatch
@@ -127,6 +129,30 @@ def _run_backward_phase(
     inputs, leaves = minibatch.backward(output_leaves.gradients(gradients), to_all=to_all)
     of_inputs = [inputs[i][k] if inputs[i] else None for i, k in input_leaves]
     return [None, *of_inputs, *leaves]
+
+
+def leaves_around(loss: Tensor) -> list[Tensor] | None:
+    """Return the leaves that backward from a loss reaches beside those within pipelines.
+
+    None if that cannot be known, where the graph has a backward of its own.
+    """
+    leaves: list[Tensor] = []
+    waiting: list[Any] = [loss.grad_fn]
+    seen = {None, *waiting}
+    while waiting:
+        node = waiting.pop()
+        if type(node).__name__ == REENTRANT:
+            return None
+        after = [child for child, _ in node.next_functions]
+        if type(node) is _Sources._backward_cls:
+            # Each leaf of the stages is there once; one that is an input as well, twice.
+            times = Counter(after)
+            after = [child for child in after if not is_leaf(child) or times[child] > 1]
+        new = set(after) - seen
+        seen |= new
+        leaves += [child.variable for child in new if is_leaf(child)]
+        waiting += [child for child in new if not is_leaf(child)]
+    return leaves
 
 
 class StepOutputs:

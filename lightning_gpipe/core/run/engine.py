@@ -30,6 +30,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.agreement import SharedErrors
 from lightning_gpipe.core.run.autograd_node import attach
+from lightning_gpipe.core.run.gradient_home import GradientHome
 from lightning_gpipe.core.run.guards.lost_gradients import UnfinishedMiniBatches
 from lightning_gpipe.core.run.guards.shared_objects import SideChannels
 from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
@@ -42,6 +43,7 @@ from lightning_gpipe.core.run.minibatch_run import Equipment
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTimes, ThreadsOrInline
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of
+from lightning_gpipe.core.run.step_at_last import StepAtLast
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
 from lightning_gpipe.core.transport import (
     BETWEEN,
@@ -68,9 +70,11 @@ class Engine:
         step: The number of the training's step, if it is known: equal in all processes.
         timeline: The record of the latest mini-batch, or None before the first.
         code: The caller's code, while it runs for each micro-batch.
+        at_last: The caller's step whose outputs are for the last stage, while it runs.
     """
 
     code: UserStep | None = None
+    at_last: StepAtLast | None = None
 
     def __init__(
         self,
@@ -112,6 +116,15 @@ class Engine:
         self._gathers: Sequence[Gather] = ()
 
     @property
+    def home(self) -> GradientHome | None:
+        """The home of the stages' gradients; None if they stay in this process."""
+        return self._equipment.home
+
+    @home.setter
+    def home(self, home: GradientHome | None) -> None:
+        self._equipment = self._equipment._replace(home=home)
+
+    @property
     def layout(self) -> Layout:
         """The layout of the stages."""
         return self._equipment.layout
@@ -149,10 +162,16 @@ class Engine:
             execution=self._execution(microbatches, schedule, program),
             terms=terms,
         )
+        if self.at_last is not None:
+            self.at_last.begin_call()
         forward = partial(minibatch.forward, microbatches, division, context)
         outputs = self._side_channels.watch(forward)
         self._observe(minibatch.timeline)
-        return minibatch.caller.split(attach(minibatch, microbatches, outputs))
+        if self.at_last is not None:
+            outputs = self.at_last.outputs(minibatch, microbatches, outputs)
+        else:
+            outputs = attach(minibatch, microbatches, outputs)
+        return minibatch.caller.split(outputs)
 
     def run_code(
         self,
@@ -180,6 +199,9 @@ class Engine:
                 work = self._parameters / schedule.n
                 execution = self.ways.next(schedule, 1, schedule.m * schedule.n, work)
             values = self._values_on_layers
+            if self.at_last is not None:
+                self.at_last.begin_call()
+                schedule = schedule.caller_of(self.at_last.kinds)
             code = UserStep(function, schedule.m, losses, context, outside, values)
             minibatch = StepMiniBatch(
                 self._equipment,
@@ -202,7 +224,8 @@ class Engine:
 
     @property
     def _label(self) -> Label:
-        return Label(minibatch=self._transport.begun, step=self.step)
+        at_last = int(self.at_last is not None)
+        return Label(minibatch=self._transport.begun, step=self.step, at_last=at_last)
 
     def _observe(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -253,7 +276,7 @@ class Engine:
         if layout.owner_of(j) == layout.rank:
             with self.undisturbed:
                 answer = compute()
-            exchange.send(to, tree_flatten(answer), route)
+            exchange.send_to_all(to, tree_flatten(answer), route)
         return tree_unflatten(exchange.receive(to, route))
 
     @property
@@ -307,14 +330,26 @@ class Engine:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Leave no record of mini-batches in a ``with`` block, and call no observers."""
-        timeline, observers = self.timeline, self._observers
+        """Leave no record of mini-batches in a ``with`` block, and call no observers.
+
+        All processes get their outputs, and the gradients of stages stay in this process.
+        """
+        before = self.timeline, self._observers, self.at_last, self.home
         try:
-            self._observers = OrderedDict()
+            self._observers, self.at_last, self.home = OrderedDict(), None, None
             with self._equipment.draws.unchanged():
                 yield
         finally:
-            self.timeline, self._observers = timeline, observers
+            self.timeline, self._observers, self.at_last, self.home = before
+
+    @contextmanager
+    def outputs_at_last(self) -> Iterator[StepAtLast]:
+        """Give the output of the only call in a ``with`` block to the process of the last stage."""
+        self.at_last = StepAtLast(self.layout)
+        try:
+            yield self.at_last
+        finally:
+            self.at_last = None
 
     def exclusive(self) -> AbstractContextManager[None]:
         """A ``with`` block in which no other thread runs mini-batches."""
@@ -345,5 +380,7 @@ class Engine:
             **self.__dict__,
             "timeline": None,
             "code": None,
+            "at_last": None,
             "_observers": OrderedDict(),
+            "_equipment": self._equipment._replace(home=None),
         }

@@ -74,7 +74,8 @@ class MiniBatch(MiniBatchRun):
         """Run the first phase, in the caller's thread-local state, which must not be held longer.
 
         Returns:
-            Each micro-batch's output, joined with the outputs and loss terms of other stages.
+            Each micro-batch's output, joined with the outputs and loss terms of other stages; none
+            in a process that does not get the outputs.
         """
         self._input_devices = list(map(devices_of, microbatches))
         with self.session:
@@ -123,6 +124,8 @@ class MiniBatch(MiniBatchRun):
             if no input requires one; and the sums of the gradients of :attr:`leaves`.
         """
         try:
+            home = self.equipment.home if to_all else None
+            self.transfer = None if home is None else home.begin()
             # On forward's streams, for which those of backward then wait.
             with self.streams.entered():
                 with SharedErrors(self.equipment.transport), self.session:
@@ -149,7 +152,11 @@ class MiniBatch(MiniBatchRun):
         self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         sent = (self.caller.input(i, x) for i, x in enumerate(microbatches))
         self._run_workers(exchange, chain.from_iterable(sent), context)
-        outputs = [self.caller.output(exchange, i) for i in range(len(microbatches))]
+        outputs = []
+        if self.agreement.gets_outputs:
+            outputs = [self.caller.output(exchange, i) for i in range(len(microbatches))]
+        else:
+            exchange.receive(exchange.phase.last_result)
         self.agreement.end(exchange)
         return outputs
 
@@ -192,12 +199,16 @@ class MiniBatch(MiniBatchRun):
         generators: SharedGenerators | None,
     ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
         self.begin_backward(generators)
+        if self.transfer is not None:
+            self.transfer.open()
         exchange = self.agreement.open(self.transport, _BACKWARD, self._awaited())
         caller, devices = self.caller, self._input_devices
+        if not self.agreement.gets_outputs:
+            output_gradients = ()
         sent = (caller.output_gradient(i, leaves) for i, leaves in enumerate(output_gradients))
         self._run_workers(exchange, chain.from_iterable(sent), context)
-        end = self._awaited()[-1]
-        if self._entering:
+        end = exchange.phase.last_result
+        if self._entering and self.agreement.gets_gradients:
             input_gradients = [caller.input_gradient(exchange, x, i) for i, x in enumerate(devices)]
         else:
             exchange.receive(end)
@@ -205,6 +216,8 @@ class MiniBatch(MiniBatchRun):
         by_stage = self.take_gradients()
         gradients = self.agreement.ties.gradients(exchange, end, by_stage)
         self.agreement.end(exchange)
+        if self.transfer is not None:
+            gradients += self.transfer.receive()
         return input_gradients, gradients
 
     def _awaited(self) -> list[Action]:

@@ -31,6 +31,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.agreement import NO_GENERATORS, Agreement
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
+from lightning_gpipe.core.run.gradient_home import GradientHome, GradientTransfer
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients, UnfinishedMiniBatches
 from lightning_gpipe.core.run.observe.clocks import clock_of
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
@@ -52,6 +53,7 @@ class Equipment(NamedTuple):
         stages: The stages of this process, in order.
         unfinished: Mini-batches whose backward has not run.
         training_flags: Returns the training flags of the stages of all processes.
+        home: The home of the stages' gradients; None if they stay in this process.
     """
 
     stages: Sequence[Stage]
@@ -61,6 +63,7 @@ class Equipment(NamedTuple):
     library_draws: LibraryDraws
     unfinished: UnfinishedMiniBatches
     training_flags: Callable[[], bytes]
+    home: GradientHome | None = None
 
 
 class MiniBatchRun:
@@ -79,9 +82,11 @@ class MiniBatchRun:
         agreement: The agreement with other processes.
         timeline: The record of the actions, once it has begun.
         by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
+        transfer: Sends the stages' gradients home; None if they stay in this process.
     """
 
     timeline: Timeline
+    transfer: GradientTransfer | None = None
 
     def __init__(
         self,
@@ -245,6 +250,7 @@ class MiniBatchRun:
     def begin_backward(self, generators: SharedGenerators | None) -> None:
         """Let backward draw, from private generators in the place of the shared ones if any."""
         for each in self.passes:
+            each.transfer = self.transfer
             j = each.stage.partition.index
             private = None if generators is None else generators.private(j, backward=True)
             each.randomness.in_backward = private

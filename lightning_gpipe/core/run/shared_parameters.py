@@ -3,7 +3,8 @@
 One process, the home, has the values, and the optimizer changes them there. The others have the
 parameter without values: they get these before their first forward, and send their gradients home
 after the last backward. A parameter used around the stages too is at home in every process, and
-each of them gets the gradients of all stages.
+each of them gets the gradients of all stages. With outputs for the last stage it gets those of its
+own stages only, since those of the code around the stages are in some processes only, too.
 
 All gradients are added in the order of the stages, as in one process, so that sums are the same to
 the bit.
@@ -26,10 +27,13 @@ Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient of it
 
 
 class Ties:
-    """Sends the values and the gradients of shared parameters."""
+    """Sends the values and the gradients of shared parameters.
 
-    def __init__(self, layout: Layout) -> None:
-        self._ties = ties_of(layout)
+    With ``at_last``, the outputs are for the last stage.
+    """
+
+    def __init__(self, layout: Layout, *, at_last: bool = False) -> None:
+        self._ties = [tie for tie in ties_of(layout) if not (at_last and tie.home == CALLER)]
         self._here = layout.stages_here
 
     @property

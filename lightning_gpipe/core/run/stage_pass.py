@@ -46,6 +46,7 @@ from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
+from lightning_gpipe.core.run.gradient_home import GradientTransfer
 from lightning_gpipe.core.run.guards.forbidden_edits import check_edits, check_unchanged
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
 from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
@@ -70,7 +71,10 @@ class StagePass:
         works: The work on each micro-batch, once the caller has sent its inputs.
         statistics: The statistics of the stage's batch norms, if they are deferred.
         lost_gradients: Watches for gradients that do not come through the outputs.
+        transfer: Sends complete gradients home; None if they stay here.
     """
+
+    transfer: GradientTransfer | None = None
 
     def __init__(
         self,
@@ -103,6 +107,7 @@ class StagePass:
         self._backward = StageBackward(used_leaves, stage.splits if split else None)
         self.lost_gradients = LostGradients(stage, shadows)
         self._latest: tuple[Any, Work, Behavior] | None = None  # of the latest structure of inputs
+        self._left: list[tuple[Tensor, Tensor]] | None = None  # once the others were sent home
         self._differs: bool | None = None  # whether the state in backward differs from forward's
 
     def set_program(self, i: int, program: Program, *, terms: bool = False) -> None:
@@ -182,9 +187,27 @@ class StagePass:
         """Return the tensors kept for :meth:`weights`, parameters and bases of views included."""
         return self._backward.kept_for_weights(i)
 
+    def send_gradients(self) -> None:
+        """Send the gradients of the parameters home, after the last backward."""
+        if self.transfer is not None:
+            gradients = self.shadows.take_gradients()
+            self._left = self.transfer.send(self.stage.partition.index, gradients)
+
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the sums of the gradients of parameters and captured leaves, and drop them."""
-        return [*self.shadows.take_gradients(), *self._backward.take_gradients()]
+        """Return the sums of the gradients of parameters and captured leaves, and drop them.
+
+        Without those that were sent home.
+        """
+        gradients: list[tuple[Tensor, Tensor]] = [*self.shadows.take_gradients()]
+        if self._left is not None:
+            if gradients:
+                raise RuntimeError(
+                    "gradients of a stage must be complete after its last backward, when they are "
+                    f"sent to the other replicas: {self.stage} got some later, from a stage that "
+                    "uses a tensor which its layers have kept. Pass the tensor on with the output."
+                )
+            gradients, self._left = self._left, None
+        return [*gradients, *self._backward.take_gradients()]
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not compute what forward computed."""

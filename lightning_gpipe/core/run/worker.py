@@ -185,6 +185,12 @@ class WorkerTask(RowTask):
             run(action.i)
             self._record((self._w, action, start, self._now()))
 
+    def _send_gradients(self, action: Action) -> None:
+        """Send the gradients of a stage home, for which no other stage waits."""
+        start = self._now()
+        self._passes[action.j].send_gradients()
+        self._record((self._w, action, start, self._now()))
+
     def _send_by_routes(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
         """Send the values of an action's result that leave by routes, and return the rest."""
         none = [FlatTree([])] * (1 + len(routes))  # where nothing requires a gradient
@@ -205,6 +211,7 @@ class WorkerTask(RowTask):
         Kind.RECOMPUTE: _run_alone,
         Kind.BACKWARD: _pass_on,
         Kind.WEIGHTS: _run_alone,
+        Kind.GRADIENTS: _send_gradients,
     }
 
 

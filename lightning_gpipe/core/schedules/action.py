@@ -31,6 +31,7 @@ class Kind(Enum):
             the previous, 0 the same.
         after: The actions on the same micro-batch that it needs: the letters of their kinds, each
             with the place of the stage relative to its own. Not every schedule has all of them.
+        cycles: The clock cycles that it takes in a table.
     """
 
     FORWARD = "F", "forward", 1, (("F", -1), ("P", -1))
@@ -39,14 +40,21 @@ class Kind(Enum):
     WEIGHTS = "W", "weights", 0, (("B", 0),)
     PREPARE = "P", "prepare", 1, ()  # the caller's code up to its call of the pipeline
     LOSS = "L", "loss", -1, (("F", -1),)  # from the output to the loss, and the loss's backward
+    GRADIENTS = "G", "gradients", 0, (("B", 0), ("W", 0)), 0  # the stage's, which go home
 
     def __init__(
-        self, letter: str, verb: str, direction: int, after: tuple[tuple[str, int], ...]
+        self,
+        letter: str,
+        verb: str,
+        direction: int,
+        after: tuple[tuple[str, int], ...],
+        cycles: int = 1,
     ) -> None:
         self.letter = letter
         self.verb = verb
         self.direction = direction
         self.after = after
+        self.cycles = cycles
 
     __hash__ = object.__hash__  # the fastest: actions are dictionary keys on the hot path
 

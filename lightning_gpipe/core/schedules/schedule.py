@@ -20,6 +20,12 @@ and through the loss's backward (L), and backward through the code before the ca
     stage 0 | F0 F1 .  B0 F2 B1 .  B2
     stage 1 | .  F0 B0 F1 B1 F2 B2 .
     caller  | P0 P1 L0 P2 L1 L2 B0 B1 B2
+
+Where the gradients of a stage do not stay in its process, as with replicas, they go home once they
+are complete, after its last backward (G), beside what is left of the schedule::
+
+    stage 0 | F0 F1 .  B0 F2 B1 .  B2 G2
+    stage 1 | .  F0 B0 F1 B1 F2 B2 G2 .
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
 
-from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors
+from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors, successor
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,20 @@ class Simulation:
 
 
 def _one(action: Action) -> float:
-    """Return the cost 1 for an action on a stage, and 0 for one of the caller."""
-    return 0.0 if action.by_caller else 1.0
+    """Return the cost 1 for an action that computes on a stage, and 0 for others."""
+    return 0.0 if action.by_caller else float(action.kind.cycles)
+
+
+def _with_gradients(row: Row) -> Iterator[Action]:
+    last = {a.j: a for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHTS)}
+    for action in row:
+        yield action
+        if last.get(action.j) == action:
+            yield action._replace(kind=Kind.GRADIENTS)
+
+
+def _without_gradients(row: Row) -> Iterator[Action]:
+    return (action for action in row if action.kind is not Kind.GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -65,12 +83,14 @@ class Schedule:
             all results of the previous phase.
         caller: The actions of the caller while the only phase runs, in order; empty if its code
             runs before, between and after the phases.
+        whole: The schedule with all actions of the caller, if those here are only some of them.
     """
 
     m: int
     placement: tuple[int, ...]
     phases: tuple[tuple[Row, ...], ...]
     caller: Row = ()
+    whole: Schedule | None = None
 
     @property
     def n(self) -> int:
@@ -99,6 +119,20 @@ class Schedule:
         """The micro-batches that stage ``j`` recomputes."""
         return self._recomputed[j]
 
+    @cached_property
+    def with_gradients(self) -> Schedule:
+        """This schedule, in which the gradients of each stage go home after its last backward."""
+        return self._with_phases(_with_gradients)
+
+    @cached_property
+    def without_gradients(self) -> Schedule:
+        """This schedule, in which the gradients stay."""
+        return self._with_phases(_without_gradients)
+
+    def _with_phases(self, change: Callable[[Row], Iterator[Action]]) -> Schedule:
+        phases = (tuple(tuple(change(row)) for row in rows) for rows in self.phases)
+        return replace(self, phases=tuple(phases))
+
     def order_of(self, kind: Kind, j: int) -> list[int]:
         """The micro-batches in the order of their actions of a kind on stage ``j``."""
         row = self.rows[self.placement[j]]
@@ -112,6 +146,20 @@ class Schedule:
     def last_backwards(self) -> Row:
         """The backwards of the first stage, in order; the caller gets their results."""
         return tuple(Action(Kind.BACKWARD, i, 0) for i in self.order_of(Kind.BACKWARD, 0))
+
+    @cached_property
+    def last_result(self) -> Action:
+        """The result for the caller that ends the schedule, when all else has been sent."""
+        if self.last_backwards:
+            return successor(self.last_backwards[-1])
+        return Action(Kind.FORWARD, self.order_of(Kind.FORWARD, self.n - 1)[-1], self.n)
+
+    def caller_of(self, kinds: frozenset[Kind]) -> Schedule:
+        """Return the schedule of a process whose caller runs only some kinds of actions."""
+        if kinds not in self._callers:
+            own = tuple(action for action in self.caller if action.kind in kinds)
+            self._callers[kinds] = replace(self, caller=own, whole=self)
+        return self._callers[kinds]
 
     @cached_property
     def split(self) -> bool:
@@ -201,6 +249,10 @@ class Schedule:
         return self._turns[workers]
 
     def _sequence_of(self, workers: tuple[int, ...]) -> Iterator[Action]:
+        if self.whole is not None:  # calls have the same place in all processes
+            others = {*self.whole.caller}.difference(self.caller)
+            yield from (a for a in self.whole._sequence_of(workers) if a not in others)
+            return
         ends = {(action.kind, action.i): k + 1 for k, action in enumerate(self.caller)}
         begun = 0
         for action in self.interleaved:
@@ -221,7 +273,9 @@ class Schedule:
 
     def __str__(self) -> str:
         """Return a line for each stage, a column for each clock cycle, and the caller's actions."""
-        start, cycles = self.simulation.start, round(self.simulation.makespan)
+        start = self.simulation.start
+        own = [round(cycle) + 1 for action, cycle in start.items() if not action.by_caller]
+        cycles = max(own, default=0)
         width = max((len(str(action)) for action in start), default=1)
         lines = []
         for j, worker in enumerate(self.placement):
@@ -243,6 +297,10 @@ class Schedule:
 
     @cached_property
     def _turns(self) -> dict[tuple[int, ...], Sequence[tuple[int, Row]]]:
+        return {}
+
+    @cached_property
+    def _callers(self) -> dict[frozenset[Kind], Schedule]:
         return {}
 
     @cached_property

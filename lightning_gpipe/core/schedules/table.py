@@ -177,6 +177,7 @@ KINDS = tuple(
 
 def kind_of(schedule: Schedule) -> ScheduleKind:
     """Return the kind of a schedule, so that it can be built with other numbers."""
+    schedule = schedule.without_gradients
     m, placement, recomputed = schedule.m, schedule.placement, len(schedule.recomputed(0))
     if not schedule.caller:
         return ScheduleKind(split=schedule.split)

@@ -27,6 +27,10 @@ class RunCancelled(BaseException):
     """Raised in a worker when the run it is part of has failed elsewhere."""
 
 
+class OutputElsewhere(BaseException):
+    """Raised where the caller's code calls the pipeline, if another process gets the output."""
+
+
 class RankFailed(RuntimeError):
     """Raised when another process of the pipeline has failed, or is lost.
 
@@ -66,6 +70,7 @@ class Label(NamedTuple):
     training: int = 0
     program: int = 0  # a checksum of the calls that the stages run
     state: int = 0  # a checksum of the states of the random generators
+    at_last: int = 0  # 1 if only the process of the last stage gets the outputs
 
 
 class Exchange(ABC):
@@ -83,6 +88,10 @@ class Exchange(ABC):
     @abstractmethod
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
         """Send the value that ``to`` needs from the neighbouring stage or a skip connection."""
+
+    def send_to_all(self, to: Action, value: FlatTree, route: Route) -> None:
+        """Send a value to the callers of all processes, whichever of them get the results."""
+        self.send(to, value, route)
 
     @abstractmethod
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from lightning_gpipe.core.schedules.action import Action, Kind
+from lightning_gpipe.core.schedules.action import Action, Kind, successor
 from lightning_gpipe.core.schedules.placement import folded, looped
 from lightning_gpipe.core.schedules.schedule import Schedule
 from lightning_gpipe.core.schedules.table import SCHEDULES, ScheduleKind, ScheduleName
@@ -119,14 +119,29 @@ def test_caller_keeps_no_worker_waiting_whatever_actions_take(every: Every) -> N
         assert schedule.simulate(cost).start.items() >= alone.simulate(cost).start.items()
 
 
-def spread(schedule: Schedule, cost: Callable[[Action], float], *, meet: bool = False) -> float:
+def own_schedule(schedule: Schedule, w: int) -> Schedule:
+    """That of the process of a worker, if only that of the last stage gets outputs."""
+    first, last = (schedule.placement[j] == w for j in (0, -1))
+    kinds = {Kind.PREPARE: True, Kind.LOSS: last, Kind.BACKWARD: first}
+    return schedule.caller_of(frozenset(kind for kind, here in kinds.items() if here))
+
+
+def spread(
+    schedule: Schedule,
+    cost: Callable[[Action], float],
+    *,
+    meet: bool = False,
+    at_last: bool = False,
+) -> float:
     """When the last of processes ends that run one worker each, and a caller's row each.
 
-    The caller takes no time. If they ``meet``, each call ends when it has begun in all of them.
+    The caller takes no time. If they ``meet``, each call ends when it has begun in all of them. If
+    outputs are ``at_last``, losses are in the process of the last stage only.
     """
     workers = schedule.workers
+    own = [own_schedule(schedule, w) if at_last else schedule for w in range(workers)]
     waiting = [
-        [action for _, row in reversed(schedule.turns_of((w,))) for action in reversed(row)]
+        [action for _, row in reversed(own[w].turns_of((w,))) for action in reversed(row)]
         for w in range(workers)
     ]
     clock, ends = [0.0] * workers, dict[Action, float]()
@@ -158,9 +173,22 @@ def test_processes_wait_for_nothing_that_their_worker_does_not_need(every: Every
         alone = Schedule(schedule.m, schedule.placement, schedule.phases)
         drawn = {action: random.choice([0.5, 1.0, 4.0]) for action in alone.interleaved}
 
-        assert spread(schedule, drawn.__getitem__) == alone.simulate(drawn.__getitem__).makespan
+        makespan = alone.simulate(drawn.__getitem__).makespan
+        for at_last in (False, True):
+            assert spread(schedule, drawn.__getitem__, at_last=at_last) == makespan
 
 
 def test_processes_that_meet_in_calls_end(every: Every) -> None:
     for schedule in [each for each, _, _ in every if each.caller]:
-        assert spread(schedule, lambda _: 1.0, meet=True) > 0
+        for at_last in (False, True):
+            assert spread(schedule, lambda _: 1.0, meet=True, at_last=at_last) > 0
+
+
+def test_phase_ends_with_the_last_of_its_results_for_the_caller(every: Every) -> None:
+    for schedule, _, _ in every:
+        for k in range(len(schedule.phases)):
+            phase = schedule.phase(k)
+            results = [successor(a) for a in phase.interleaved if not a.by_caller]
+            end = phase.last_result
+            assert end.j in (-1, phase.n)
+            assert end == [each for each in results if (each.kind, each.j) == (end.kind, end.j)][-1]

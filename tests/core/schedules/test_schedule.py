@@ -3,8 +3,15 @@ from textwrap import dedent
 import pytest
 
 from lightning_gpipe.core.schedules.action import Action, Kind
+from lightning_gpipe.core.schedules.placement import folded
 from lightning_gpipe.core.schedules.schedule import Schedule
-from lightning_gpipe.core.schedules.table import fill_drain, schedule_for
+from lightning_gpipe.core.schedules.table import (
+    SCHEDULES,
+    ScheduleName,
+    fill_drain,
+    kind_of,
+    schedule_for,
+)
 from tests.support.placements import one_each
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
@@ -109,3 +116,36 @@ def test_losses_come_late_in_a_process_without_the_last_stage() -> None:
     assert " ".join(str(action) for _, row in turns for action in row) == (
         "P0 F0 P1 F1 L0 B0 P2 F2 L1 B1 L2 B2 B0 B1 B2"
     )
+
+
+# Gradients that go home.
+
+
+def test_gradients_of_a_stage_leave_after_its_last_backward() -> None:
+    assert str(schedule_for("1f1b", 3, one_each(2)).with_gradients) == drawn("""
+        stage 0 | F0 F1 .  B0 F2 B1 .  B2 G2
+        stage 1 | .  F0 B0 F1 B1 F2 B2 G2 .
+        caller  | P0 P1 L0 P2 L1 L2 B0 B1 B2
+    """)
+
+
+def test_gradients_leave_after_the_last_weights_and_in_the_phase_of_backwards() -> None:
+    schedule = fill_drain(2, one_each(2), split=True).with_gradients
+
+    assert str(schedule) == drawn("""
+        stage 0 | F0 F1 .  .  B1 W1 B0 W0 G0
+        stage 1 | .  F0 F1 B1 W1 B0 W0 G0 .
+    """)
+    assert not any(a.kind is Kind.GRADIENTS for row in schedule.phases[0] for a in row)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_gradients_that_leave_change_nothing_else(kind: ScheduleName) -> None:
+    schedule = schedule_for(kind, 4, folded(4, 2) if SCHEDULES[kind].folded else one_each(4))
+    leaving = schedule.with_gradients
+
+    assert [action.kind for action in leaving.interleaved].count(Kind.GRADIENTS) == 4
+    assert leaving.simulation.makespan == schedule.simulation.makespan
+    assert leaving.bubble == schedule.bubble
+    assert leaving.without_gradients == schedule
+    assert kind_of(leaving) == kind_of(schedule)

@@ -66,6 +66,10 @@ class RandomState(NamedTuple):
         default = map(default_generator, (torch.device("cpu"), *devices))
         return cls.of([*dict.fromkeys(default), *LIBRARIES])
 
+    def only(self, k: int) -> RandomState:
+        """The state of one of the generators."""
+        return RandomState(self.generators[k : k + 1], self.states[k : k + 1])
+
     def restore(self) -> None:
         """Set the generators to these states."""
         for generator, state in zip(self.generators, self.states, strict=True):

@@ -71,12 +71,27 @@ class BufferState:
         if self._versions:
             self._check_saved()
         if behavior.edited_buffers is None:
-            behavior.edited_buffers = {
-                slot
-                for slot, (buffer, version) in self._versions.items()
-                if version_of(buffer) != version
-                or (buffer in self._values and not equal(buffer, self._values[buffer]))
-            }
+            behavior.edited_buffers = self._edited
+
+    @property
+    def _edited(self) -> set[Slot]:
+        return {
+            slot
+            for slot, (buffer, version) in self._versions.items()
+            if version_of(buffer) != version
+            or (buffer in self._values and not equal(buffer, self._values[buffer]))
+        }
+
+    @property
+    def changed(self) -> set[Slot]:
+        """The slots of buffers that were edited or assigned since."""
+        assigned = {
+            (module, name)
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not self._buffers.get(module, {}).get(name)
+        }
+        return self._edited | assigned
 
     def restore(self) -> None:
         """Restore the buffers and their values; raise if one was edited that was not saved."""

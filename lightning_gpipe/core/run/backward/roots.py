@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 Root = GradientEdge | Tensor
 Edge = tuple[int, int]  # the index of a node, and which of the gradients that enter it
 
+REENTRANT = "CheckpointFunctionBackward"  # runs backward itself, which accumulates gradients
 _LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in the stubs
 
 # Of a tuple, at once: one is made for each micro-batch on each stage.

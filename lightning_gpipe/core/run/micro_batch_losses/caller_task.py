@@ -32,10 +32,12 @@ def first_call(code: UserStep, timeline: Timeline) -> Call | None:
 class CallerTask(RowTask):
     """The caller's row, which runs while the workers run theirs.
 
+    Where it has no losses, the code ends at its calls: its outputs are for another process.
+
     ``first`` is its call for the first micro-batch, at which it is suspended already. Micro-batches
     may have other programs, as where a mask is made of those with padding only: ``set_program`` is
     called with the index of such a micro-batch, its program, and whether it has loss terms. After
-    that the stages ``told`` may run it.
+    that the stages ``told`` may run it. ``at_last_loss`` is called when all have their losses.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class CallerTask(RowTask):
         first: Call,
         set_program: Callable[[int, Program, bool], None],
         told: Collection[int] = (),
+        at_last_loss: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(timeline.schedule.caller, exchange, context)
         self._run = timeline.run_by_caller
@@ -54,6 +57,8 @@ class CallerTask(RowTask):
         self._first = first
         self._set_program = set_program
         self._told = told
+        self._goes_on = any(action.kind is Kind.LOSS for action in self.row)
+        self._at_last_loss = at_last_loss
         self._callers: dict[int, Caller] = {}
         self._input_devices: dict[int, FlatTree] = {}
 
@@ -78,11 +83,15 @@ class CallerTask(RowTask):
         self._callers[i] = Caller(call.program, terms=call.terms)
         for to, value, route in self._callers[i].input(i, call.inputs):
             self._exchange.send(to, value, route)
+        if not self._goes_on:
+            self._code.leave(i)
 
     def _finish(self, action: Action) -> None:
         i, caller = action.i, self._callers[action.i]
         outputs = caller.output(self._exchange, i)
         gradients = self._run(action, self._code.finish, i, outputs, caller.presented)
+        if self._code.losses.complete:
+            self._at_last_loss()
         for to, value, route in caller.output_gradient(i, gradients):
             self._exchange.send(to, value, route)
 

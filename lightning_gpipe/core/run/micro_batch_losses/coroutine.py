@@ -66,7 +66,10 @@ class Coroutine:
         return self._greenlet.parent.switch(value)
 
     def close(self) -> None:
-        """End it where it is suspended; its ``finally`` blocks run, and may raise."""
+        """End it where it is suspended; its ``finally`` blocks run, and may raise.
+
+        Code that catches this, and is suspended again, goes no further.
+        """
         if not self._greenlet.dead:
             with suppress(RunCancelled):
                 self._greenlet.throw(RunCancelled)

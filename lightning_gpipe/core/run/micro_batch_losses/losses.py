@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,31 @@ Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
 LOSS_WEIGHT = "loss_weight"  # in a dict that the caller's code returns, beside "loss"
 
 
+class Total(NamedTuple):
+    """The loss of a mini-batch.
+
+    Attributes:
+        value: The loss, in no graph.
+        seed: The gradient of all backwards.
+        scale: What the seed would be if the sum of the weights had been known.
+        estimated: Whether they differ.
+        requires_grad: Whether a loss does, perhaps only for parameters of other processes.
+    """
+
+    value: Tensor
+    seed: Tensor
+    scale: Tensor
+    estimated: bool
+    requires_grad: bool
+
+    @property
+    def correction(self) -> Tensor | None:
+        """The factor that turns the gradients into those of the weighted mean; None if it is 1."""
+        if not self.estimated:
+            return None
+        return self.scale.to(self.value.dtype) / self.seed.to(self.value.dtype)
+
+
 class Losses:
     """The losses of one mini-batch.
 
@@ -41,8 +66,6 @@ class Losses:
         rows: The number of rows of each; None if that is not known.
         scale: The factor of the gradients, as of a gradient scaler; a float or a 0-dim tensor.
 
-    Attributes:
-        requires_grad: Whether a loss does so far, perhaps only for parameters of other processes.
     """
 
     def __init__(self, m: int, rows: Sequence[int] | None, scale: float | Tensor = 1.0) -> None:
@@ -55,7 +78,7 @@ class Losses:
         self._norm = 0.0  # the estimated sum of the weights; 0 before one is positive
         self._by_rows = True
         self._sums: str | None = None  # the name of a loss term that is a sum
-        self.requires_grad = False
+        self._requires_grad = False
 
     def add(self, i: int, result: Any) -> tuple[Tensor, Tensor] | None:
         """Add the result of the caller's code for micro-batch ``i``.
@@ -90,7 +113,7 @@ class Losses:
             )
         weight = self._rows_of(i) if weight_of_code is None else _checked(weight_of_code)
         self._losses[i], self._weights[i] = loss.detach(), weight
-        self.requires_grad |= loss.requires_grad
+        self._requires_grad |= loss.requires_grad
         if not weight:  # the mean of nothing may be no number
             return None
         if not self._norm:
@@ -109,9 +132,9 @@ class Losses:
         return term._replace(value=term.value * (sum(self._rows or ()) / self._rows_of(i)))
 
     @property
-    def skipped(self) -> bool:
-        """True if the caller's code skips the batch, so that there is no loss."""
-        return bool(self._skipped)
+    def complete(self) -> bool:
+        """True once each micro-batch has a loss, or is skipped."""
+        return len(self._losses) + len(self._skipped) == self._m
 
     @property
     def weights(self) -> list[float]:
@@ -119,8 +142,10 @@ class Losses:
         by_rows = dict(enumerate(map(float, self._rows or [1] * self._m)))
         return [(self._weights or by_rows)[i] for i in range(self._m)]
 
-    def total(self) -> tuple[Tensor, Tensor]:
-        """Return the loss of the mini-batch, in no graph, and the gradient of all backwards."""
+    def total(self) -> Total | None:
+        """Return the loss of the mini-batch; None if the code skips the batch."""
+        if self._skipped:
+            return None
         together = sum(self._weights.values())
         if not together:
             raise ValueError(
@@ -132,8 +157,10 @@ class Losses:
         for i, weight in self._weights.items():
             if weight:
                 value = value + _beside(first, self._losses[i]) * (weight / together)
-        seed = _beside(first, self._scale) * (together / self._norm)
-        return value.to(first.dtype).reshape(first.shape), seed
+        scale, estimated = _beside(first, self._scale), self._norm not in (0.0, together)
+        seed = scale * (together / self._norm) if estimated else scale
+        value = value.to(first.dtype).reshape(first.shape)
+        return Total(value, seed, scale, estimated, self._requires_grad)
 
     def _rows_of(self, i: int) -> float:
         if self._rows is None:
@@ -219,13 +246,13 @@ def _scaled(
     [gradient] = of_loss
     assert gradient is not None, "the loss is the only output"
     with streams.entered():
-        _multiply(gradients, gradient.detach() / seed.to(gradient))
+        multiply(gradients, gradient.detach() / seed.to(gradient))
     streams.lend(gradients)
     streams.rejoin()
     return gradients
 
 
-def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place; skip a factor of one on the CPU, where reading it does not wait."""
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import ABSENT, Journal, Manager, has_hooks, leaf_like
 from lightning_gpipe.core.run.backward.roots import (
+    REENTRANT,
     Root,
     gradients_of,
     graph_behind,
@@ -25,8 +26,6 @@ from lightning_gpipe.core.run.backward.roots import (
 )
 
 Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
-
-_REENTRANT = "CheckpointFunctionBackward"  # runs backward itself, which accumulates gradients
 
 
 class OutsideGradients:
@@ -76,7 +75,7 @@ class OutsideGradients:
         """
         anchor, node = end or (None, None)
         leaves, nodes = graph_behind(roots, until=node)
-        if any(type(node).__name__ == _REENTRANT for node in nodes):
+        if any(type(node).__name__ == REENTRANT for node in nodes):
             raise RuntimeError(
                 "checkpoint() around a pipeline must not be reentrant with a loss for each "
                 "micro-batch: got one with use_reentrant=True. Write use_reentrant=False."
@@ -92,8 +91,7 @@ class OutsideGradients:
 
     def check(self) -> None:
         """Raise RuntimeError if hooks were registered, or a gradient was accumulated."""
-        used = [leaf for leaf, _ in self._shadows.values()]
-        hooked = next(filter(has_hooks, [*self._parameters, *used]), None)
+        hooked = next(filter(has_hooks, [*self._parameters, *self.leaves]), None)
         if hooked is not None:
             raise RuntimeError(
                 "hooks on gradients must be on parameters of the modules around the pipeline or "
@@ -110,6 +108,11 @@ class OutsideGradients:
                     "the first steps, or training_step calls backward: pass the tensor with the "
                     "input, marked by whole(tensor), or write schedule='fill_drain'."
                 )
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The leaves that have a gradient so far."""
+        return [leaf for leaf, _ in self._shadows.values()]
 
     def take_gradients(self) -> list[Pair]:
         """Return the leaves with the sums of their gradients, and drop these here."""

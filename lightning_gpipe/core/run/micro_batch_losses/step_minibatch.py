@@ -9,6 +9,7 @@ the loss is returned as one node that hands them over.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 from torch import Tensor
 
@@ -22,7 +23,11 @@ from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     call_missing,
     first_call,
 )
-from lightning_gpipe.core.run.micro_batch_losses.losses import with_known_gradients
+from lightning_gpipe.core.run.micro_batch_losses.losses import (
+    Total,
+    multiply,
+    with_known_gradients,
+)
 from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
@@ -56,6 +61,7 @@ class StepMiniBatch(MiniBatchRun):
         self.by_caller = code.is_current
         self._division = division
         self._pairs: list[Pair] = []  # of the stages here, once their backwards have ended
+        self._total: Total | None = None
         # The code draws where its thread is, and on the device of what is around the stages.
         self.shared = self.shared and self.shared | {equipment.layout.outside}
         self.choose_transport(context.modes)
@@ -79,23 +85,28 @@ class StepMiniBatch(MiniBatchRun):
                 )
                 library.end()
                 self.finish_forward(self.agreement.ties.everywhere)
-            return None if code.losses.skipped else self._loss()
+            return None if self._total is None else self._loss(self._total)
         except BaseException as error:
             code.close(error)
             raise
         finally:
             self.release()
 
-    def _loss(self) -> Tensor:
-        """The loss with all gradients."""
+    def _loss(self, total: Total) -> Tensor:
+        """Return the loss with all gradients."""
         pairs = self._pairs + self._outside_gradients()
+        seed = total.seed
+        if self.transfer is not None:
+            seed = total.scale
+            if (factor := total.correction) is not None:
+                multiply([gradient for _, gradient in pairs], factor)
+            pairs += self.transfer.receive()
         leaves = list({id(leaf): leaf for leaf, _ in pairs}.values())
         gradients = sum_gradients(pairs, leaves)
-        value, seed = self._code.losses.total()
         known = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
-        if not self._code.losses.requires_grad:
-            return value
-        return with_known_gradients(value, known, seed, self.streams)
+        if not total.requires_grad:
+            return total.value
+        return with_known_gradients(total.value, known, seed, self.streams)
 
     def _outside_gradients(self) -> list[Pair]:
         """Return the gradients that do not come from stages, with parameters for shadows.
@@ -105,12 +116,26 @@ class StepMiniBatch(MiniBatchRun):
         pairs = self._outside.take_gradients()
         for stage_pass in self.passes:
             stage_pass.lost_gradients.check_inputs_captured({id(leaf) for leaf, _ in pairs})
-        owner_of = {
-            id(shadow): parameter
-            for stage_pass in self.passes
-            for parameter, shadow in stage_pass.shadows.pairs
-        }
+        owner_of = self._owners()
         return [(owner_of.get(id(leaf), leaf), gradient) for leaf, gradient in pairs]
+
+    def _owners(self) -> dict[int, Tensor]:
+        """Return the parameter of each shadow, by the shadow's id."""
+        pairs = (pair for stage_pass in self.passes for pair in stage_pass.shadows.pairs)
+        return {id(shadow): parameter for parameter, shadow in pairs}
+
+    def _end_losses(self) -> None:
+        """Let the gradients go home, now that the weights of all losses are known."""
+        self._total = self._code.losses.total()
+        self._send_gradients()
+
+    def _send_gradients(self) -> None:
+        if self.transfer is None or self._total is None:
+            return
+        owner_of = self._owners()
+        outside = chain(self._outside.leaves, self._code.leaves_before_calls())
+        ids = {id(owner_of.get(id(leaf), leaf)) for leaf in outside}
+        self.transfer.open(ids, self._total.correction)
 
     def _run_step(self, generators: SharedGenerators | None) -> None:
         """Run the phase, with private generators in the place of shared ones if any."""
@@ -151,6 +176,8 @@ class StepMiniBatch(MiniBatchRun):
         self.begin_work(first.program, first.inputs, self._division, terms=first.terms)
         exchange = self._code.exchange = self.agreement.open(self.transport, 0)
         self.begin_passes(generators, self.agreement.ties.values(exchange))
+        home = self.equipment.home
+        self.transfer = None if home is None else home.begin()
         self.begin_backward(generators)
         # On one thread the caller's row comes first anyway.
         told = () if self.inline or not layout.spread else layout.stages_here
@@ -160,9 +187,19 @@ class StepMiniBatch(MiniBatchRun):
         self._code.trained = [p for each in self.passes for p in each.shadows.parameters]
         self._code.undisturbed = together([task.using for task in tasks])
         caller_task = CallerTask(
-            self.timeline, self._code, exchange, self._context, first, self._set_program, told
+            self.timeline,
+            self._code,
+            exchange,
+            self._context,
+            first,
+            self._set_program,
+            told,
+            self._end_losses,
         )
         self.transport.run(exchange, tasks, caller_task)
         end = successor(self.schedule.last_backwards[-1])
         self._pairs = self.agreement.ties.gradients(exchange, end, self.take_gradients())
+        if (total := self.agreement.told(exchange, self._total)) is not self._total:
+            self._total = total
+            self._send_gradients()
         self.agreement.end(exchange)

@@ -14,7 +14,7 @@ the pipeline, B needs a part of it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -200,6 +200,11 @@ class UserStep:
         self._run_backward(i, [root_of(loss)], [seed], end=step_outputs.end, keep=keep)
         return step_outputs.take_gradients()
 
+    def leave(self, i: int) -> None:
+        """End it for micro-batch ``i`` at its call, whose output another process gets."""
+        with together([self._context.entered(), *self._own(i)]):
+            self._coroutines[i].close()
+
     def skip(self, i: int) -> None:
         """Add the result of micro-batch ``i``, for which the code returned without a call."""
         if self.results[i] is not None:
@@ -215,6 +220,11 @@ class UserStep:
         before = self._before.pop(i)
         if gradients:
             self._run_backward(i, before.roots, gradients)
+
+    def leaves_before_calls(self) -> Iterator[Tensor]:
+        """Yield the leaves that will get gradients from the code before its calls."""
+        for before in self._before.values():
+            yield from before.leaves
 
     def close(self, error: BaseException) -> None:
         """End suspended code; errors of its ``finally`` blocks become notes of ``error``."""

@@ -66,5 +66,6 @@ _COUNT = 32  # the bits below the number of modules in training mode
 _MODES: dict[str, Callable[[int], str]] = {
     "training": _training,
     "grad": lambda value: "with gradients" if value else "without gradients",
+    "at_last": lambda value: f"with outputs for {'the last stage' if value else 'all'}",
     "microbatches": lambda value: f"in {value} micro-batch{'es' * (value != 1)}",
 }

@@ -19,6 +19,7 @@ from lightning_gpipe.core.transport.interface import (
     Exchange,
     Label,
     OutOfStep,
+    OutputElsewhere,
     RankFailed,
     RunCancelled,
     Task,
@@ -36,6 +37,11 @@ class ProcessGroupExchange(LocalExchange):
 
     The caller's code runs in each process, on the same values. So the caller sends to the workers
     of its own process only, and results go to all callers.
+
+    With outputs for the last stage, the caller's code goes on from its call in the process of that
+    stage only. It sends to the workers of all processes. Results go to the process that uses them:
+    outputs to that of the last stage, gradients of inputs to that of the first. The result that
+    ends the phase goes to the others as well, without its value.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class ProcessGroupExchange(LocalExchange):
         self._bits: Callable[[], int] = int
         self._holds = False
         self._label = label
+        self._at_last = bool(label.at_last)
         self._numbers = {route: number for number, route in enumerate(layout.routes)}
         self.purpose = f"{PHASES[label.phase]} of a mini-batch"
         serial, failure = self._office.begin(self)
@@ -73,14 +80,49 @@ class ProcessGroupExchange(LocalExchange):
         layout = self._layout
         if 0 <= to.j < layout.n:
             owner = layout.owner_of(to.j)
+            place = sender(to, skip)
             if owner == layout.rank:
                 super().send(to, value, skip)
-            elif 0 <= sender(to, skip) < layout.n:
-                self._links.post([owner], self._header_now(), self._mail(to, value, skip))
-        elif self._awaited is None or to in self._awaited:
+            elif 0 <= place < layout.n or (self._at_last and place == layout.n):
+                self._post([owner], to, value, skip)
+        elif self._awaited is not None and to not in self._awaited:
+            pass
+        elif self._at_last:
+            self._send_to_reader(to, value, skip)
+        else:
+            self._send_result(to, value, skip)
+
+    @override
+    def send_to_all(self, to: Action, value: FlatTree, route: Route) -> None:
+        self._send_result(to, value, route)
+
+    def _send_result(self, to: Action, value: FlatTree, skip: Route | None) -> None:
+        """Send a result to the callers of all processes."""
+        super().send(to, value, skip)
+        self._post([link.rank for link in self._links], to, value, skip, hold=self._holds)
+
+    def _send_to_reader(self, to: Action, value: FlatTree, skip: Route | None) -> None:
+        """Send a result to the caller that uses it, and its end to the others."""
+        layout = self._layout
+        reader = layout.owner_of(0 if to.j == CALLER else layout.n - 1)
+        if reader == layout.rank:
             super().send(to, value, skip)
-            mail, others = self._mail(to, value, skip), [link.rank for link in self._links]
-            self._links.post(others, self._header_now(), mail, hold=self._holds)
+        else:
+            self._post([reader], to, value, skip, hold=self._holds)
+        if skip is None and to == self.phase.last_result:
+            others = [link.rank for link in self._links if link.rank != reader]
+            self._post(others, to, FlatTree([]), None, hold=self._holds)
+
+    def _post(
+        self,
+        ranks: Sequence[int],
+        to: Action,
+        value: FlatTree,
+        skip: Route | None,
+        *,
+        hold: bool = False,
+    ) -> None:
+        self._links.post(ranks, self._header_now(), self._mail(to, value, skip), hold=hold)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -227,7 +269,8 @@ class ProcessGroupTransport(Transport):
 
     @override
     def tell(self, error: BaseException) -> None:
-        if not isinstance(error, RunCancelled):  # which ends code that waits in a failed run
+        # Which end code that waits in a failed run, or whose output another process gets.
+        if not isinstance(error, RunCancelled | OutputElsewhere):
             self._office.tell(error)
 
     @override

@@ -14,8 +14,9 @@ def total(losses: Losses, results: Sequence[object]) -> tuple[float, list[float]
     for i, result in enumerate(results):
         step = losses.add(i, result)
         seeds.append(0.0 if step is None else float(step[1]))
-    value, seed = losses.total()
-    return float(value), seeds, float(seed)
+    of_all = losses.total()
+    assert of_all is not None
+    return float(of_all.value), seeds, float(of_all.seed)
 
 
 def loss(value: float) -> Tensor:
@@ -78,7 +79,9 @@ def test_shape_and_type_of_a_loss() -> None:
 
     assert step is not None
     assert (step[1].shape, step[1].dtype) == ((1, 1), torch.bfloat16)
-    value, _ = losses.total()
+    of_all = losses.total()
+    assert of_all is not None
+    value = of_all.value
     assert (value.shape, value.dtype) == ((1, 1), torch.bfloat16)
 
 

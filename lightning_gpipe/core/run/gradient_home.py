@@ -1,0 +1,51 @@
+"""Where the gradients of stages go once they are complete.
+
+Usually they stay: the mini-batch's autograd node passes them to the parameters. A home may be
+further away: the average over replicas, a shard of it in each of them, the memory of the host. To
+send them there when all backwards have ended would be to wait for it. The gradients of a stage are
+complete after its last backward, and the last stage's first, while others still have backwards to
+run. So an action of its own, G, hands them to the home, which sends them beside what is left of the
+schedule, and the node waits for them: a parameter still gets one gradient, in ``backward()``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from lightning_gpipe.core.run.shared_parameters import Pair
+
+
+class GradientTransfer(ABC):
+    """Sends the gradients of one mini-batch home, and what comes back of them."""
+
+    @abstractmethod
+    def send(self, j: int, pairs: Sequence[Pair]) -> list[Pair]:
+        """Take the complete gradients of stage ``j``; called by the stage's worker.
+
+        Returns:
+            The leaves that have no home but ``.grad``, with their gradients.
+        """
+
+    @abstractmethod
+    def open(self, outside: Collection[int] = (), factor: Tensor | None = None) -> None:
+        """Let the gradients leave, from now on.
+
+        Args:
+            outside: The ids of the leaves that get gradients from the caller's code too.
+            factor: A factor of all gradients, by which they are multiplied before.
+        """
+
+    @abstractmethod
+    def receive(self) -> list[Pair]:
+        """Wait, and return the leaves whose gradients were taken, with what to add to ``.grad``."""
+
+
+class GradientHome(ABC):
+    """The home of the gradients of an engine's stages."""
+
+    @abstractmethod
+    def begin(self) -> GradientTransfer | None:
+        """Return the transfer of a mini-batch that begins its backwards; None if they stay here."""

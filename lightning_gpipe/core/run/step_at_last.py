@@ -1,0 +1,82 @@
+"""A step of the caller whose outputs only the process of the last stage gets.
+
+All processes run the caller's code up to its call of the pipeline, on the same values. There it
+goes on in the process of the last stage, and ends in the others. These get a zero whose backward
+runs that of their stages, for a loss whose value they are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.data import FlatTree, requires_grad
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.run.autograd_node import attach
+from lightning_gpipe.core.run.backward.roots import graph_behind, root_of
+from lightning_gpipe.core.run.minibatch import MiniBatch
+from lightning_gpipe.core.schedules import Kind
+from lightning_gpipe.core.transport import OutputElsewhere
+
+_SECOND = (
+    "a step must call the pipeline once, if only the last stage gets its output: got a second "
+    "call, in which the other processes do not take part. Put both inputs into one batch, or write "
+    "outputs='all'."
+)
+
+
+class StepAtLast:
+    """A step of the caller in one process.
+
+    Args:
+        layout: What runs where.
+
+    Attributes:
+        here: Whether the code goes on after its call.
+        kinds: The kinds of the caller's actions in this process, with a loss for each micro-batch.
+        called: Whether the code has called the pipeline.
+        zero: A zero whose backward runs that of the stages here, once the code has ended.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.here = layout.last_here
+        here = {Kind.PREPARE: True, Kind.LOSS: self.here, Kind.BACKWARD: layout.first_here}
+        self.kinds = frozenset(kind for kind, is_here in here.items() if is_here)
+        self.called = False
+        self.zero: Tensor | None = None
+        self._outputs: list[Tensor] = []
+
+    def begin_call(self) -> None:
+        """Begin the call of the pipeline.
+
+        Raises:
+            RuntimeError: If it is the second one.
+        """
+        if self.called:
+            raise RuntimeError(_SECOND)
+        self.called = True
+
+    def outputs(
+        self, minibatch: MiniBatch, inputs: Sequence[FlatTree], outputs: Sequence[FlatTree]
+    ) -> list[FlatTree]:
+        """Return the outputs of a mini-batch in the caller's graph.
+
+        Raises:
+            OutputElsewhere: If another process gets them.
+        """
+        if self.here:
+            attached = attach(minibatch, inputs, outputs)
+            leaves = (leaf for output in attached for leaf in output.leaves)
+            self._outputs = list(filter(requires_grad, leaves))
+            return attached
+        if torch.is_grad_enabled():
+            zero = FlatTree([torch.zeros((), requires_grad=True)])
+            [[self.zero]] = (flat.leaves for flat in attach(minibatch, inputs, [zero]))
+        raise OutputElsewhere
+
+    def leads_to(self, loss: Tensor) -> bool:
+        """Return whether backward from a loss goes through the pipeline."""
+        nodes = {output.grad_fn for output in self._outputs}
+        return not nodes.isdisjoint(graph_behind([root_of(loss)])[1])

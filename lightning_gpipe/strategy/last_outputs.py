@@ -1,0 +1,243 @@
+"""Steps whose outputs only the first process gets, which tells the others what came of them.
+
+With ``outputs="last"`` the user's step runs in all processes up to its call of the pipeline. It
+goes on from there in the process of the last stage only, which is the first of the Trainer, where
+loggers write. Lightning's loop runs in all processes, which must do the same after the step. So the
+first one tells them the loss, what the step logged, and which buffers and random generators it
+changed; nothing is computed again.
+
+A metric of the module has seen all rows in the first process only, which computes it for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from numbers import Number
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_gpipe.core.faithful import BufferState, Journal, RandomState
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.run import StepAtLast
+from lightning_gpipe.core.transport import OutputElsewhere
+
+_SIGNATURE = inspect.signature(L.LightningModule.log)
+_REDUCTIONS = "mean", "min", "max", "sum"
+
+Call = dict[str, Any]  # the arguments of a call of log
+
+
+class _State(NamedTuple):
+    """What a step may change around the stages, before it."""
+
+    random: RandomState
+    buffers: BufferState
+
+    @classmethod
+    def capture(cls, modules: Iterable[nn.Module]) -> _State:
+        return cls(RandomState.capture(), BufferState(list(modules)))
+
+
+class LastOutputs:
+    """Runs the steps of a LightningModule, and tells the other processes what came of them.
+
+    Args:
+        module: The LightningModule.
+        pipeline: The pipeline in it.
+        changes: Records the methods that are replaced until teardown.
+
+    Raises:
+        ValueError: If the pipeline has several modules.
+    """
+
+    def __init__(self, module: L.LightningModule, pipeline: GPipe, changes: Journal) -> None:
+        if len(pipeline.piped_modules) > 1:
+            paths = [piped.path for piped in pipeline.piped_modules]
+            raise ValueError(
+                "outputs='last' needs one pipelined module, after whose call the step goes on in "
+                f"the process of the last stage: got {paths}. Write outputs='all'."
+            )
+        self._module = module
+        self._engine = pipeline.only.engine
+        self._step: StepAtLast | None = None
+        self._calls: list[tuple[str, Call]] = []  # of log in this step, by the module's path
+        self._computes = False  # whether a metric is being computed for all
+        inside = {
+            each
+            for partition in pipeline.layout.partitions
+            for layer in partition.layers
+            for each in layer.modules()
+        }
+        self._modules = {path: each for path, each in module.named_modules() if each not in inside}
+        self._metrics = {p: each for p, each in self._modules.items() if isinstance(each, Metric)}
+        self._logs: dict[str, Callable[..., None]] = {}
+        for path, each in self._modules.items():
+            if isinstance(each, Metric):
+                changes.write([(vars(each), "compute", partial(self._compute, each.compute))])
+            if isinstance(each, L.LightningModule):
+                self._logs[path] = each.log
+                changes.write([(vars(each), "log", _SharedLog(each, partial(self._log, path)))])
+
+    def training(self, precision: Precision, in_wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs ``training_step`` for a whole batch."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            run = partial(self._module.training_step, *args, **kwargs)
+            with precision.train_step_context():
+                return in_wrapper(partial(self.run, run, trains=True))
+
+        return step
+
+    def run(self, step: Callable[[], Any], *, trains: bool) -> Any:
+        """Return the result of a step; the others get its loss, if it ``trains``, or nothing.
+
+        Raises:
+            RuntimeError: If the step calls the pipeline a second time, or optimizes by itself.
+        """
+        if trains and not self._module.automatic_optimization:
+            raise RuntimeError(
+                "outputs='last' needs automatic optimization: got automatic_optimization=False, "
+                "with which training_step itself calls backward. Write outputs='all'."
+            )
+        before = _State.capture(self._modules.values()) if self._engine.layout.last_here else None
+        self._calls, result = [], None
+        try:
+            with self._engine.outputs_at_last() as self._step, suppress(OutputElsewhere):
+                result = step()
+            at_last, loss = self._step, result if trains else None
+        finally:
+            self._step = None
+        if at_last.called:  # in all processes
+            own = partial(self._outcome, at_last, loss, before)
+            outcome = self._first_ones(own)
+            self._calls = outcome["calls"]
+            if not at_last.here:
+                result = self._follow(at_last, outcome, result)
+        self._replay(self._calls)
+        return result
+
+    def _outcome(self, step: StepAtLast, result: Any, before: _State | None) -> Mapping[str, Any]:
+        """Return what the other processes must know of a step."""
+        assert before is not None, "it is called in the first process"
+        is_dict = isinstance(result, Mapping)
+        loss = result.get("loss") if is_dict else result
+        path_of = {each: path for path, each in self._modules.items()}
+        return {
+            "loss": loss.detach() if isinstance(loss, Tensor) else None,
+            "leads": isinstance(loss, Tensor) and step.leads_to(loss),
+            "is_dict": is_dict,
+            "calls": self._calls,
+            "updates": {path: metric._update_count for path, metric in self._metrics.items()},
+            "buffers": [
+                (path_of[owner], name, owner._buffers[name])
+                for owner, name in before.buffers.changed
+            ],
+            "random": [
+                (k, state)
+                for k, state in enumerate(RandomState.capture().states)
+                if before.random.only(k).differences()
+            ],
+        }
+
+    def _follow(self, step: StepAtLast, outcome: Mapping[str, Any], result: Any) -> Any:
+        """Do what the first process has done after its call; return the result of the step."""
+        random = RandomState.capture()
+        for k, state in outcome["random"]:
+            random.only(k)._replace(states=[state]).restore()
+        for path, name, value in outcome["buffers"]:
+            self._modules[path]._buffers[name] = value
+        for path, count in outcome["updates"].items():
+            self._metrics[path]._update_count = count
+        loss = outcome["loss"]
+        if loss is None:
+            return None
+        if isinstance(result, Tensor):  # with the gradients of all micro-batches
+            loss = result
+        elif step.zero is not None and outcome["leads"]:
+            loss = loss + step.zero.to(loss)
+        return {"loss": loss} if outcome["is_dict"] else loss
+
+    # What is logged, and metrics.
+
+    def _log(self, path: str, *args: Any, **kwargs: Any) -> None:
+        call = dict(_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
+        del call["self"]
+        value, reduction = call["value"], call.get("reduce_fx")
+        if callable(reduction):
+            call["reduce_fx"] = _name_of(reduction, call["name"])
+        if isinstance(value, Metric):
+            call["value"] = {"metric": self._path_of(value), "of_step": value._forward_cache}
+        elif isinstance(value, Tensor):
+            call["value"] = value.detach()
+        elif isinstance(value, Number):  # in the precision of the step
+            dtype, device = torch.get_default_dtype(), self._module.device
+            call["value"] = torch.tensor(value, dtype=dtype, device=device)
+        if self._step is not None:  # after which all processes log it
+            self._calls.append((path, call))
+            return
+        if not isinstance(value, Metric):
+            call["value"] = self._first_ones(partial(call.__getitem__, "value"))
+        self._replay([(path, call)])
+
+    def _replay(self, calls: Iterable[tuple[str, Call]]) -> None:
+        for path, call in calls:
+            value = call["value"]
+            if isinstance(value, dict):
+                metric = self._modules[value["metric"]]
+                metric._forward_cache = value["of_step"]
+                call = {**call, "value": metric}
+            self._logs[path](**call)
+
+    def _path_of(self, metric: Metric) -> str:
+        for path, each in self._modules.items():
+            if each is metric:
+                return path
+        raise ValueError(
+            "a metric that is logged must be a module of the LightningModule with outputs='last', "
+            f"by whose path other processes find theirs: got a {type(metric).__name__}. Assign it "
+            "to self in __init__, or log its value."
+        )
+
+    def _compute(self, compute: Callable[[], Any]) -> Any:
+        """Return the value of a metric, which the first process computes for all."""
+        alone = self._step is not None and self._step.called
+        return compute() if alone or self._computes else self._first_ones(compute)
+
+    def _first_ones(self, compute: Callable[[], Any]) -> Any:
+        self._computes = True
+        try:
+            return self._engine.everywhere(self._engine.layout.n - 1, compute)
+        finally:
+            self._computes = False
+
+
+def _name_of(reduction: Callable[..., Any], logged: str) -> str:
+    name = getattr(reduction, "__name__", "")
+    if name not in _REDUCTIONS:
+        raise ValueError(
+            f"reduce_fx must be one of {', '.join(map(repr, _REDUCTIONS))} with outputs='last': "
+            f"got {reduction!r} for log({logged!r}). Write one of these, or outputs='all'."
+        )
+    return name
+
+
+class _SharedLog:
+    """Stands in for the ``log`` of a LightningModule."""
+
+    def __init__(self, module: L.LightningModule, log: Callable[..., None]) -> None:
+        self._module = module
+        self._log = log
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._log(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "log")  # a copy has the method of its class

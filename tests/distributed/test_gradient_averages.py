@@ -1,0 +1,379 @@
+"""Gradients of stages leave early: averages over replicas begin while other stages run backward.
+
+The interface, `gradient_home.py`, has its tests here, too. That replicas train as a plain Trainer
+on the whole batch, is proven in `test_replicas.py` and `test_schedules_over_processes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gpipe.core.schedules import Kind
+from tests.lightning.test_replicas import PLACES, Halves
+from tests.support.lightning_modules import Classifier, rows, six_layers
+from tests.support.ranks import Pool, new_ranks
+from tests.support.trainers import trainer_over
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+]
+
+AT_THE_END = {"find_unused_parameters": True}  # DistributedDataParallel averages all gradients
+
+
+class Whole(L.LightningModule):
+    """Everything is in the pipeline, with a batch norm and a parameter that no layer uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = six_layers().append(nn.Linear(8, 3))
+        self.layers[1] = nn.BatchNorm1d(8)
+        self.layers[3].unused = nn.Parameter(torch.ones(2))
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.layers(x.to(self.layers[0].weight.dtype)), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+class Penalised(Classifier):
+    """Uses parameters of layers around the pipeline: before it, after it, and in a penalty."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.double() + self.layers[0].weight.sum() * x.mean()
+        output = self.head(self.layers(x)) + self.layers[2].bias[:3] * x.sum()
+        return F.cross_entropy(output, y) + self.layers[4].weight.square().sum() * x.std()
+
+
+class Lopsided(Classifier):
+    """Uses a parameter of a layer around the pipeline in one replica only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        return loss + self.layers[4].weight.square().sum() if dist.get_rank() == 0 else loss
+
+
+class Hooked(Classifier):
+    """Clips gradients before they are averaged, and again when they are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        self.layers[4].weight.register_post_accumulate_grad_hook(_clamp)
+
+
+def _clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+class Weighted(Classifier):
+    """Has weights of losses that differ between micro-batches, and between replicas."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return {"loss": F.cross_entropy(self(x), y), "loss_weight": float(x.abs().sum())}
+
+
+class Unequal(Classifier):
+    """Uses a parameter of a layer in one replica only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = Sometimes()
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 1.1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale if dist.get_rank() == 0 else x
+
+
+MODELS: dict[str, Callable[[], L.LightningModule]] = {
+    "classifier": Classifier,
+    "whole": Whole,
+    "penalised": Penalised,
+    "lopsided": Lopsided,
+    "hooked": Hooked,
+    "weighted": Weighted,
+    "unequal": Unequal,
+}
+
+
+def balance_of(name: str, place: str, schedule: str) -> list[int]:
+    layers = len(MODELS[name]().layers)
+    stages = 2 * (1 + (schedule == "zero_bubble_v")) if place != "2x2 nodes" else 4
+    return [layers // stages + (k >= stages - layers % stages) for k in range(stages)]
+
+
+def fit(
+    root: Path, place: str, schedule: Any, name: str, ddp: Any, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], bool]:
+    """The values in this process after a fit of two replicas, and whether gradients left early."""
+    torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        model = MODELS[name]()
+    processes, _, machines = PLACES[place]
+    strategy = {"chunks": 4, "replicas": 2, "schedule": schedule, "ddp": ddp, "verify": False}
+    record = Record()
+    made = trainer_over(
+        root,
+        processes,
+        balance_of(name, place, schedule),
+        strategy,
+        machines,
+        callbacks=[record],
+        limit_val_batches=0,
+        max_epochs=2,
+        **options,
+    )
+    made.fit(model, datamodule=Halves(2))
+    state = {n: x.detach() for n, x in model.state_dict().items() if not x.is_meta}
+    return state, Kind.GRADIENTS in record.kinds
+
+
+class Record(Callback):
+    """Records the kinds of actions that run."""
+
+    def __init__(self) -> None:
+        self.kinds: set[Kind] = set()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        timeline = trainer.strategy.pipeline.only.engine.timeline  # type: ignore[attr-defined]
+        self.kinds.update(action.kind for _, action, *_ in timeline.records)
+
+
+Case = tuple[str, str, str, dict[str, Any]]
+
+FIRST: list[Case] = [  # 2 processes, each with all stages of a replica
+    ("2x1", "fill_drain", "classifier", {"accumulate_grad_batches": 2}),
+    ("2x1", "1f1b", "whole", {"gradient_clip_val": 0.05}),
+    ("2x1", "fill_drain", "whole", {"accumulate_grad_batches": 3}),
+    ("2x1", "zero_bubble_v", "classifier", {"precision": "bf16-mixed"}),
+    ("2x1", "fill_drain", "penalised", {"accumulate_grad_batches": 2}),
+    ("2x1", "1f1b", "penalised", {"accumulate_grad_batches": 2}),
+    ("2x1", "fill_drain", "lopsided", {"accumulate_grad_batches": 2}),
+    ("2x1", "1f1b", "lopsided", {}),
+    ("2x1", "fill_drain", "hooked", {}),
+    ("2x1", "zero_bubble", "hooked", {}),
+    ("2x1", "fill_drain", "unequal", {}),
+    ("2x1", "1f1b", "unequal", {"accumulate_grad_batches": 2}),
+    ("2x1", "1f1b", "weighted", {"accumulate_grad_batches": 2}),
+]
+SECOND: list[Case] = [  # 4 processes
+    ("2x2", "fill_drain", "whole", {"gradient_clip_val": 0.05}),
+    ("2x2", "1f1b", "classifier", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+    ("2x2", "zero_bubble", "whole", {"accumulate_grad_batches": 2}),
+    ("2x2", "zero_bubble_v", "classifier", {}),
+    ("2x2 nodes", "1f1b", "weighted", {"precision": "bf16-mixed"}),
+    ("2x2 nodes", "fill_drain", "whole", {"accumulate_grad_batches": 2}),
+]
+
+
+def fit_twice(root: Path, cases: list[Case]) -> list[tuple[Any, Any]]:
+    return [
+        (
+            fit(root, place, schedule, name, None, options),
+            fit(root, place, schedule, name, AT_THE_END, options),
+        )
+        for place, schedule, name, options in cases
+    ]
+
+
+@pytest.mark.parametrize("cases", [FIRST, SECOND], ids=["2 processes", "4 processes"])
+def test_early_and_late_averages_are_equal(
+    tmp_path: Path, two_ranks: Pool, four_ranks: Pool, cases: list[Case]
+) -> None:
+    ranks = two_ranks if cases is FIRST else four_ranks
+
+    for found in ranks.run(fit_twice, tmp_path, cases):
+        for case, ((one, early), (other, late)) in zip(cases, found, strict=True):
+            assert early and not late and one, case
+            if case[2] == "lopsided":  # the sum over the replicas is the last there, not here
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+                continue
+            differing = [n for n, x in one.items() if not torch.equal(x, other[n])]
+            assert not differing, (case, differing)
+
+
+# That they begin early, and what else ends a step.
+
+
+class Rows(Dataset[Any]):
+    """Two batches in each replica, of 6 rows or 3, which are 4 micro-batches or 3."""
+
+    def __init__(self) -> None:
+        self.batch_size = 3 if replica() else 6
+        self.micro_batches = min(self.batch_size, 4)
+        self._rows = rows(2 * self.batch_size, seed=replica())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, k: int) -> Any:
+        return self._rows[k]
+
+
+def replica() -> int:
+    return dist.get_rank() * 2 // dist.get_world_size()
+
+
+def fit_unequal(
+    root: Path, place: str, schedule: Any, at_last_backward: Callable[..., None]
+) -> int:
+    """Fit, and call a function in the last backward of the first stage, with the step's number."""
+    processes, balance, machines = PLACES[place]
+    strategy = {"chunks": 4, "replicas": 2, "schedule": schedule, "verify": False}
+    options = {"max_epochs": 1, "use_distributed_sampler": False}
+    made = trainer_over(root, processes, balance, strategy, machines, **options)
+    model, data, backwards = Classifier(), Rows(), count(1)
+
+    def hook(*_: Any) -> None:
+        if next(backwards) % data.micro_batches == 0:
+            at_last_backward(made.global_step)
+
+    model.layers[0].register_full_backward_hook(hook)
+    all_reduce = dist.all_reduce
+
+    def telling(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if async_op and not model.layers[4].weight.is_meta:  # the last stage's are the first
+            store().set(f"{place} {schedule} {replica()} {made.global_step}", "begun")
+        return all_reduce(tensor, *args, async_op=async_op, **kwargs)
+
+    with patch.object(dist, "all_reduce", telling):
+        made.fit(model, DataLoader(data, batch_size=data.batch_size))
+    return made.global_step
+
+
+def store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def fit_waiting(root: Path, place: str, schedule: Any) -> int:
+    """Fit, where the last backward of the first stage waits for the last stage's collective."""
+
+    def wait(step: int) -> None:
+        store().wait([f"{place} {schedule} {replica()} {step}"], timedelta(seconds=20))
+
+    return fit_unequal(root, place, schedule, wait)
+
+
+@pytest.mark.parametrize("place", ["2x1", "2x2"])
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_averaging_begins_beside_backwards(
+    tmp_path: Path, two_ranks: Pool, four_ranks: Pool, place: str, schedule: str
+) -> None:
+    ranks = two_ranks if place == "2x1" else four_ranks
+
+    assert ranks.run(fit_waiting, tmp_path, place, schedule) == [2] * ranks.size
+
+
+def fit_raising(root: Path, place: str, schedule: Any) -> str:
+    """A fit of which one replica fails when its last stage's gradients have left."""
+
+    def fail(step: int) -> None:
+        if step == 1 and replica():
+            raise KeyError("a hook")
+
+    with pytest.raises((KeyError, RuntimeError)) as error:
+        fit_unequal(root, place, schedule, fail)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@pytest.mark.parametrize(
+    "place, schedule", [("2x1", "1f1b"), ("2x2", "fill_drain"), ("2x2", "zero_bubble")]
+)
+def test_replica_that_fails_while_averages_are_awaited(
+    tmp_path: Path, place: str, schedule: str
+) -> None:
+    size = 2 if place == "2x1" else 4
+    with new_ranks(size) as ranks:
+        found = ranks.run(fit_raising, tmp_path, place, schedule)
+
+    failing = size // 2
+    assert found[failing] == "KeyError: 'a hook'"
+    assert all(each.startswith(f"RankFailed: rank {failing}") for each in found[:failing]), found
+
+
+# What is refused.
+
+
+class Around(Classifier):
+    """A loss that does not depend on the pipeline in one replica."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        output = self(x)
+        return self.head.weight.sum() if replica() else F.cross_entropy(output, y)
+
+
+class Twice(Classifier):
+    """Calls the pipeline twice in one replica."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        again = self(x).sum() if replica() else 0.0
+        return F.cross_entropy(self(x), y) + again
+
+
+class HookInTime(Callback):
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        register_hook(trainer)
+
+
+class LateHook(Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        register_hook(trainer)
+
+
+def register_hook(trainer: Any) -> None:
+    trainer.model.register_comm_hook(trainer.strategy._replicas._across, allreduce_hook)
+
+
+def refused(root: Path) -> list[str]:
+    found = []
+    for model, callbacks in [
+        (Classifier(), [HookInTime()]),
+        (Classifier(), [LateHook()]),
+        (Around(), []),
+        (Twice(), []),
+    ]:
+        strategy, record = {"replicas": 2, "verify": False}, Record()
+        made = trainer_over(
+            root, "single", [2, 4], strategy, (4, 1), callbacks=[*callbacks, record]
+        )
+        try:
+            made.fit(model, datamodule=Halves(2))
+            found.append(f"{made.global_step} {Kind.GRADIENTS in record.kinds}")
+        except RuntimeError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        print(ranks.run(refused, tmp_path))

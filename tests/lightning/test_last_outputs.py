@@ -1,0 +1,273 @@
+"""Fits in which only the process of the last stage gets the outputs end as in one process.
+
+Sums of gradients are added in another order where a parameter is used before and after the call.
+That is what ``last_outputs`` does, and ``step_at_last`` below it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_gpipe import GPipeStrategy
+from tests.lightning.test_processes import checkpoint
+from tests.lightning.test_replicas import PLACES, Halves, Logging, result
+from tests.lightning.test_schedules import Embedded, Record
+from tests.lightning.test_schedules_over_processes import balance_of
+from tests.promises.test_drawn_fits import numbers
+from tests.support.lightning_modules import Classifier, Data, six_layers, trainer
+from tests.support.models import assert_same
+from tests.support.processes import said
+from tests.support.ranks import Pool
+from tests.support.trainers import MODES, trainer_over
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+class Everything(Embedded):
+    """Draws, keeps statistics and logs before and after the call of the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.Sequential(nn.Dropout(0.2), nn.BatchNorm1d(8).double())
+        self.enter = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.1)).double()
+        self.leave = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1)).double()
+        self.mean = MeanMetric()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(super().forward(self.enter(x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("batch", float(batch_idx))
+        outcome = super().training_step(batch, batch_idx)
+        self.mean.update(outcome["output"].mean())
+        self.log("mean", self.mean)
+        return outcome
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen.append(torch.rand(()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("seen", sum(self.seen, torch.zeros(())) / max(len(self.seen), 1))
+        self.log("known", self.mean.compute() if self.mean.update_called else 0.0)
+
+
+class Tied(Classifier):
+    """Uses the weight of a layer after the pipeline, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 8, bias=False)
+        self.last.weight = self.layers[2].weight  # type: ignore[assignment]  # of a Linear
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.head(self.last(self.layers(x))), y)
+        self.log("loss", loss)
+        return loss
+
+
+MODELS = {"everything": Everything, "tied": Tied, "plain": Classifier}
+
+
+def fit(
+    root: Path, processes: str, mode: str, schedule: Any, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """A fit with validation, and what came of it in this process."""
+    torch.manual_seed(0)
+    model, record = MODELS[name](), Record()
+    outputs = {} if processes == "single" else {"outputs": "last"}
+    made = trainer_over(
+        root,
+        processes,
+        balance_of(schedule, mode),
+        {"chunks": 4, "schedule": schedule, "verify": False, **outputs},
+        (MODES[mode][0], 1) if processes == "single" else None,
+        callbacks=[record, EarlyStopping("val_loss", patience=5)],
+        max_epochs=2,
+        **options,
+    )
+    made.fit(model, datamodule=Data(shuffle=True))
+    made.save_checkpoint(root / "end.ckpt")
+    [tested] = made.test(model, datamodule=Data(), verbose=False)
+    layers = dict(model.layers.named_buffers(prefix="layers"))  # whose checkpoint has them
+    tensors = {name: x for name, x in model.state_dict().items() if name not in layers}
+    return {
+        "calls": record.calls,
+        "logged": record.logged,
+        "loss": [outputs["loss"] for outputs in record.outputs],
+        "end": {key: float(value) for key, value in made.callback_metrics.items()},
+        "tested": tested,
+        "random": torch.rand(()),
+        "state": {name: x.detach() for name, x in tensors.items() if not x.is_meta},
+        "outputs": record.outputs,
+    }
+
+
+@pytest.mark.parametrize(
+    "mode, schedule, name, options",
+    [
+        ("per_stage", "fill_drain", "everything", {}),
+        ("per_stage", "1f1b", "everything", {"accumulate_grad_batches": 2}),
+        ("per_node", "fill_drain", "everything", {"gradient_clip_val": 0.05}),
+        ("per_node", "1f1b", "tied", {}),
+        ("per_stage", "fill_drain", "tied", {"accumulate_grad_batches": 2}),
+        ("per_stage", "zero_bubble", "plain", {"precision": "bf16-mixed"}),
+        ("per_stage", "zero_bubble_v", "everything", {"gradient_clip_val": 0.05}),
+    ],
+)
+def test_fit(
+    tmp_path: Path,
+    two_ranks: Pool,
+    mode: str,
+    schedule: str,
+    name: str,
+    options: dict[str, Any],
+) -> None:
+    args = mode, schedule, name, options
+    with torch.random.fork_rng(devices=[]):
+        expected = fit(tmp_path / "single", "single", *args)
+
+    first, *others = two_ranks.run(fit, tmp_path / "both", mode, *args)
+
+    assert_close(first.pop("outputs"), expected.pop("outputs"))
+    state, everywhere = expected.pop("state"), set[str]()
+    for each in (first, *others):
+        own = each.pop("state")
+        assert_close(own, {name: state[name] for name in own})
+        each.pop("outputs", None)
+        assert_close(each, expected)
+        everywhere |= own.keys()
+    assert everywhere == state.keys()
+    assert_close(*(checkpoint(tmp_path / run / "end.ckpt") for run in ("both", "single")))
+
+
+def assert_close(one: Any, two: Any) -> None:
+    assert_same(numbers(one), numbers(two))
+
+
+# Replicas.
+
+
+def replicas(root: Path, place: str, schedule: Any, options: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Logging("momentum", six_layers())
+    processes, balance, machines = PLACES[place]
+    strategy = {"chunks": 4, "replicas": 2, "schedule": schedule, "outputs": "last"}
+    made = trainer_over(root, processes, balance, strategy, machines, max_epochs=2, **options)
+    made.fit(model, datamodule=Halves(2))
+    return result(model, made)
+
+
+@pytest.mark.parametrize(
+    "place, schedule, options",
+    [("2x2", "fill_drain", {"accumulate_grad_batches": 2}), ("2x2 nodes", "1f1b", {})],
+)
+def test_replicas(
+    tmp_path: Path, four_ranks: Pool, place: str, schedule: str, options: dict[str, Any]
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = Logging("momentum", six_layers())
+        made = trainer(tmp_path, max_epochs=2, **options)
+        made.fit(plain, datamodule=Halves(1))
+        expected = result(plain, made)
+
+    for found in four_ranks.run(replicas, tmp_path, place, schedule, options):
+        assert found["step"] == expected["step"]
+        own = found["parameters"]
+        assert_close(own, {name: expected["parameters"][name] for name in own})
+        torch.testing.assert_close(found["logged"], expected["logged"])
+
+
+# Refusals.
+
+
+class Twice(Classifier):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x)
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Unknown(Classifier):
+    """Logs a metric of which other processes know nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        metric = MeanMetric()
+        metric(loss.detach())
+        self.log("loss", metric)
+        return loss
+
+
+class Reducing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, reduce_fx=torch.median)
+        return loss
+
+
+class Fails(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise OSError(f"the loss of {super().training_step(batch, batch_idx).dim()} dims")
+
+
+REFUSED = {
+    Twice: "a step must call the pipeline once",
+    Manual: "outputs='last' needs automatic optimization",
+    Unknown: "a metric that is logged must be a module",
+    Reducing: "reduce_fx must be one of 'mean', 'min', 'max', 'sum'",
+    Fails: "the loss of 0 dims",
+}
+
+
+def refused(root: Path, kind: type[Classifier]) -> str:
+    made = trainer_over(root, "per_stage", [3, 3], {"outputs": "last"}, max_epochs=1)
+    return said(lambda: made.fit(kind(), datamodule=Data()))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_steps_that_are_refused(tmp_path: Path, two_ranks: Pool, kind: type[Classifier]) -> None:
+    first, second = two_ranks.run(refused, tmp_path, kind)
+
+    assert REFUSED[kind] in first and REFUSED[kind] in second
+    assert second.startswith("RankFailed") == (kind is not Manual)
+
+
+class Two(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = six_layers().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.more(x)[:, :6]))
+
+
+def several(root: Path) -> str:
+    strategy = {"outputs": "last", "module": ["more", "layers"]}
+    made = trainer_over(root, "per_stage", [[3, 3], [3, 3]], strategy, max_epochs=1)
+    return said(lambda: made.fit(Two(), datamodule=Data()))
+
+
+def test_several_modules(tmp_path: Path, two_ranks: Pool) -> None:
+    for error in two_ranks.run(several, tmp_path):
+        assert "outputs='last' needs one pipelined module" in error
+
+
+def test_one_process() -> None:
+    with pytest.raises(ValueError, match="outputs='last' is for a pipeline of several processes"):
+        GPipeStrategy([1, 1], outputs="last")
