@@ -110,18 +110,18 @@ def equalise(module: nn.Module, group: ProcessGroup) -> None:
     _sync_module_states(module, group, _BUCKET, 0, _names(module, _is_meta), True)
 
 
-def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
-    """Return the tensor of each process of a group."""
-    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(everyone, tensor, group=group)
-    return everyone
-
-
 def equalise_buffers(module: nn.Module, group: ProcessGroup) -> None:
     """Give all replicas the buffers of the first, as the wrapper does before a forward."""
     buffers = [buffer.detach() for buffer in module.buffers() if not buffer.is_meta]
     if buffers:
         _broadcast_coalesced(group, buffers, _BUCKET, 0)
+
+
+def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    """Return the tensor of each process of a group."""
+    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(everyone, tensor, group=group)
+    return everyone
 
 
 def _is_meta(tensor: Tensor) -> bool:
