@@ -6,8 +6,8 @@ step: a result, values that are logged once, a loss that a gradient scaler may s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -16,14 +16,17 @@ import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_gpipe.core.faithful import version_of
 from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping
 from lightning_gpipe.core.schedules import ByMicroBatch
 from lightning_gpipe.core.verify import verify_step, verify_step_sample
 from lightning_gpipe.strategy.pipelined import report
 from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
 from lightning_gpipe.strategy.step_results import result_of
+
+_NAMES = 8  # in a warning
 
 InWrapper = Callable[[Callable[[], Any]], Any]
 
@@ -91,7 +94,9 @@ class MicroBatchSteps:
         _drop_old_gradients(module)
         logs = CollectedLogs(module, lambda: stepping.current)
         pieces.clear()
-        changes = _warning_of_changes(module, batch, pieces) if self._watching else nullcontext()
+        changes: AbstractContextManager[None] = nullcontext()
+        if self._watching:
+            changes = _warning_of_changes(module, self._layers(), batch, pieces)
         metrics = self._metrics.watched(module.modules())
         with precision.train_step_context(), logs.collecting(), metrics, changes:
             run = partial(stepping.run, step, batch, modules=module.modules(), scale=scale)
@@ -100,6 +105,9 @@ class MicroBatchSteps:
         with precision.train_step_context():
             logs.write(outcome, self._metrics)
         return result_of(outcome, [*args, *kwargs.values()])
+
+    def _layers(self) -> set[nn.Module]:
+        return {module for stage in self._pipeline.stages for module in stage.modules}
 
     def _verify_first(
         self, step: Callable[[Any], Any], batch: Any, precision: Precision, scale: Tensor
@@ -123,32 +131,47 @@ class MicroBatchSteps:
 
 @contextmanager
 def _warning_of_changes(
-    module: L.LightningModule, batch: Any, pieces: Sequence[Any]
+    module: L.LightningModule, layers: Collection[nn.Module], batch: Any, pieces: Sequence[Any]
 ) -> Iterator[None]:
     """Warn of what the steps leave on the module or in a batch, which one step leaves once."""
-    before, values = _attributes(module), dict(vars(module))
+    before = {name: (x, _edits_of(x)) for name, x in _values_on(module, layers)}
     yield
-    changed = {name for name, _ in _attributes(module).items() - before.items()}
+    after = ((name, x, *before.get(name, (None, 0))) for name, x in _values_on(module, layers))
+    changed = {name for name, x, old, edits in after if x is not old or _edits_of(x) != edits}
     for piece in pieces:
         if isinstance(piece, dict):
             changed |= {f"batch[{key!r}]" for key in piece.keys() ^ batch.keys()}
-    values.clear()  # their ids were theirs until here
     if changed and len(pieces) > 1:
         rank_zero_warn(
             "training_step must leave nothing on the module or in the batch when it runs for each "
-            f"micro-batch: each has changed {', '.join(sorted(changed))}. Return the values, and "
-            "keep those of the batch in on_train_batch_end, or write schedule='fill_drain'."
+            f"micro-batch: each has changed {_listed(sorted(changed))}. Keep values of the batch "
+            "in on_train_batch_end, make layers with statistics, such as batch norms, part of the "
+            "pipeline, or write schedule='fill_drain'."
         )
 
 
-def _attributes(module: L.LightningModule) -> dict[str, tuple[int, int]]:
-    """Return the id of each attribute that is not Lightning's own, and the length of containers."""
+def _values_on(
+    module: L.LightningModule, layers: Collection[nn.Module]
+) -> Iterator[tuple[str, Any]]:
+    """Yield attributes that are not Lightning's own, parameters and buffers around the layers."""
     lightning = vars(L.LightningModule())
-    return {
-        f"self.{name}": (id(value), len(value) if isinstance(value, list | dict | set) else 0)
-        for name, value in vars(module).items()
-        if name not in lightning
-    }
+    yield from ((f"self.{x}", value) for x, value in vars(module).items() if x not in lightning)
+    around = ((path, x) for path, x in module.named_modules(prefix="self") if x not in layers)
+    for path, each in around:
+        yield from ((f"{path}.{x}", tensor) for x, tensor in each._parameters.items())
+        yield from ((f"{path}.{x}", tensor) for x, tensor in each._buffers.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
+    return ", ".join([*names[:_NAMES], *more])
+
+
+def _edits_of(value: Any) -> int:
+    """Return a number that edits change: the length of a container, the version of a tensor."""
+    if isinstance(value, Tensor):
+        return version_of(value)
+    return len(value) if isinstance(value, list | dict | set) else 0
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:

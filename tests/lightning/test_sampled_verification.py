@@ -70,6 +70,22 @@ class Centring(Model):
         block.register_forward_hook(lambda self, args, output: output - output.mean(0))
 
 
+class Centred(Classifier):
+    """With a layer that computes across rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].register_forward_hook(lambda self, args, output: output - output.mean(0))
+
+
+class Normed(Classifier):
+    """With a batch norm in the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.BatchNorm1d(WIDTH).double()
+
+
 class Scaled(nn.Module):
     """Computes something else while it is traced."""
 
@@ -109,9 +125,10 @@ class Summed(Classifier):
     "model, arguments, message",
     [
         (Centring, looped, "must compute what its layers compute"),
+        (Centred, stepped, r"the output of layer 3 \('3', Tanh, stage 1, cpu\) differs"),
         (Summed, stepped, "It is the sum of theirs"),
     ],
-    ids=["rows mixed in a block", "a sum"],
+    ids=["rows mixed in a block", "rows mixed in a layer", "a sum"],
 )
 def test_difference_ends_the_fit_before_the_first_step(
     tmp_path: Path, model: type[Classifier], arguments: Any, message: str
@@ -126,6 +143,10 @@ def test_difference_ends_the_fit_before_the_first_step(
     torch.testing.assert_close(dict(built.state_dict()), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in built.parameters())
     trainer(tmp_path, **arguments(verify=False), max_steps=1).fit(model(), Data())
+
+
+def test_batch_norm_in_the_pipeline_is_a_known_reason(tmp_path: Path) -> None:
+    trainer(tmp_path, **stepped(), max_steps=1).fit(Normed(), Data())
 
 
 class Counting(Classifier):

@@ -498,6 +498,10 @@ class Keeping(Classifier):
         self.outputs: list[Tensor] = []
         self.steps, self.flag, self.same = 0, False, [1]
         self.latest: Any = None
+        self.largest, self.bias = torch.zeros(3).double(), torch.zeros(3).double()
+        self.head.register_buffer("average", torch.zeros(3).double())
+        self.head.register_buffer("scale", torch.ones(3).double())
+        self.teacher = nn.Linear(1, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch["x"], batch["y"]
@@ -507,12 +511,16 @@ class Keeping(Classifier):
         self.steps += 1
         self.latest = output.detach()
         self.outputs.append(loss.detach())
+        self.largest.copy_(output.detach().amax(0))
+        self.head.average.lerp_(output.detach().mean(0) * self.head.scale, 0.1)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9)
         batch["out"] = output.detach()
         return loss
 
 
 def test_values_that_a_step_leaves(tmp_path: Path) -> None:
-    """They are of the last micro-batch, or counted for each."""
+    """They are of the last micro-batch, or counted for each; buffers were not looked at."""
 
     class Named(Data):
         def train_dataloader(self) -> Any:
@@ -523,9 +531,11 @@ def test_values_that_a_step_leaves(tmp_path: Path) -> None:
         trainer(tmp_path, **piped()).fit(Keeping(), Named())
 
     [message] = [str(each.message) for each in caught if "leave nothing" in str(each.message)]
-    for name in ("self.steps", "self.latest", "self.outputs", "batch['out']"):
-        assert name in message
-    assert "self.flag" not in message and "self.same" not in message
+    for name in ("steps", "latest", "outputs", "largest", "head.average", "teacher.weight"):
+        assert f"self.{name}" in message
+    assert "batch['out']" in message
+    for name in ("flag", "same", "bias", "head.scale", "head.weight", "teacher.bias"):
+        assert f"self.{name}" not in message
 
 
 class NormedOutput(Classifier):
@@ -539,7 +549,8 @@ class NormedOutput(Classifier):
 
 def test_batch_norm_around_the_pipeline(tmp_path: Path) -> None:
     """It sees micro-batches, of which the last of each batch had one row, which is an error."""
-    gpipe = fitted(tmp_path, build=NormedOutput, **piped(microbatching=Rows(at_least=2)))
+    with pytest.warns(UserWarning, match="changed self.norm.num_batches_tracked"):
+        gpipe = fitted(tmp_path, build=NormedOutput, **piped(microbatching=Rows(at_least=2)))
 
     assert weights(gpipe)["norm.num_batches_tracked"] == 3 * 3 * 3  # epochs, micro-batches
     with pytest.raises(ValueError, match="more than 1 value per channel"):

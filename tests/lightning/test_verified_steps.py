@@ -97,6 +97,7 @@ def test_layer_that_mixes_rows_is_named(tmp_path: Path) -> None:
         trainer(tmp_path, **piped()).fit(model, Data())
 
 
+@pytest.mark.filterwarnings("ignore:training_step must leave nothing on the module")
 def test_known_reason_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
     class Normalised(Classifier):
         def __init__(self) -> None:

@@ -170,6 +170,19 @@ def test_loss_of_what_a_layer_computes_from_its_input(pipe: Pipe) -> None:
     refused(pipe, step, "got a gradient for the input of stage 1", layers)
 
 
+def test_loss_of_what_a_hook_has_stored_for_earlier_micro_batches(pipe: Pipe) -> None:
+    """Its graph was freed; autograd's error was raised, which told of no layer."""
+    stored: list[Tensor] = []
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh()).double()
+    layers[2].register_forward_hook(lambda layer, args, y: stored.append(y))
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        return loss + sum(y.square().mean() for y in stored[:-1])
+
+    refused(pipe, step, r"loss_term\(name, value\)", layers)
+
+
 def test_reentrant_checkpoint_around_the_pipeline(pipe: Pipe) -> None:
     def step(model: Model, x: Tensor, reentrant: bool = True) -> Tensor:
         h = checkpoint(model.before, x.requires_grad_(), use_reentrant=reentrant)

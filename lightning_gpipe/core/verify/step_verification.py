@@ -71,8 +71,8 @@ def verify_step(
         around: A module with all that the step uses besides the model; None if there is nothing.
         scale: The factor of gradients while they are computed.
         tolerance: As for :func:`~lightning_gpipe.verify`.
-        layers: Whether to verify the layers of each pipeline, too; without, only some elements of
-            each gradient are compared.
+        layers: Whether to verify the layers of each pipeline, too; without, they run on the whole
+            batch at once, and only some elements of each gradient are compared.
 
     Returns:
         The results for the layers and for the loss; None if the step skips the batch.
@@ -168,9 +168,12 @@ class StepRuns:
     def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
         """Run the step on the whole batch, with rounding errors added to outputs of layers or not.
 
-        The layers are verified if there is a list for the results, ``parities``.
+        The layers are verified if there is a list for the results, ``parities``. If only the step
+        is, they run on the whole batch, too.
         """
         with isolated(self.modules, [self.pipeline.only]), ExitStack() as stack:
+            if self.thin:
+                stack.enter_context(in_chunks([self.pipeline.only], 1))
             if parities is not None:
                 verifier = FirstBatchVerifier(self.pipeline.piped_modules, parities.append)
                 stack.callback(verifier.remove)
@@ -185,9 +188,10 @@ class StepRuns:
     def reason(self) -> str | None:
         """Return why a step for each micro-batch may differ, if that is known.
 
-        The layers run in micro-batches in both, of the same rows if these are equally many.
+        Layers that are verified run in micro-batches in both, of the same rows if these are
+        equally many.
         """
-        stages = self.pipeline.stages if self._even else ()
+        stages = self.pipeline.stages if self._even and not self.thin else ()
         same = {module for stage in stages for module in stage.modules}
         reasons = [
             f"{name!r} is a {type(module).__name__}, {BY_MICRO_BATCH}"

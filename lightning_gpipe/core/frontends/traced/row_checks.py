@@ -32,11 +32,19 @@ _COMPUTE = frozenset(
     {"add", "sub", "mul", "div", "divide", "true_divide", "multiply", "subtract", "pow", "rsub"}
     | {"floor_divide", "remainder", "fmod", "clamp", "add_", "sub_", "mul_", "div_", "pow_"}
 )
-_ROW_NUMBERS = frozenset({torch.arange, torch.linspace})  # as an index: one entry per row
-_REDUCTIONS = frozenset(
-    {"mean", "sum", "prod", "std", "var", "norm", "max", "min", "amax", "amin", "median"}
-    | {"nanmean", "nansum", "any", "all", "dist", "linalg_norm"}
+_ROW_NUMBERS = frozenset(
+    {torch.arange, torch.linspace, torch.eye, torch.tril_indices, torch.triu_indices}
 )
+_REDUCTIONS = {  # the position of the dims in their arguments
+    name: position
+    for position, names in {
+        1: "mean sum prod std var max min amax amin median nanmean nansum nanmedian any all argmax "
+        "argmin count_nonzero var_mean std_mean aminmax",
+        2: "norm linalg_norm linalg_vector_norm quantile nanquantile",
+        3: "dist",
+    }.items()
+    for name in names.split()
+}
 _CHECKS = frozenset({hold.__name__, "_assert"})
 _KEEP_DIMS = (  # functions that are not elementwise, but keep rows apart, whatever their dim is
     "to float double half bfloat16 type type_as contiguous detach cpu cuda size dim numel hold "
@@ -71,7 +79,7 @@ def _check_numbers(graph: CallGraph, counts: set[fx.Node]) -> None:
         if node in graph.outputs:
             raise UnsupportedForward(_message(node, "returns it"))
         for user in node.users:
-            if user not in counts and (what := _misuse(user)):
+            if user not in counts and (what := _misuse(node, user, counts)):
                 raise UnsupportedForward(_message(user, what))
 
 
@@ -99,13 +107,15 @@ def _is_computed(node: fx.Node, counts: set[fx.Node]) -> bool:
     return bool(inputs & counts) and numbers and node.target in _OPERATORS
 
 
-def _misuse(user: fx.Node) -> str:
+def _misuse(node: fx.Node, user: fx.Node, counts: Container[fx.Node]) -> str:
     """Say what a step does with a number that is wrong for a number of rows; empty if nothing."""
     if user.target is operator.getitem:
         return "takes rows by it"
     if user.target in _ROW_NUMBERS:
-        indices = all(x.target is operator.getitem for x in user.users)
-        return "" if indices and user.users else "counts up to it"
+        every = user.target is torch.arange and user.args in ((node,), (0, node))
+        every = every and not any(x in counts for x in node.all_input_nodes)
+        indices = all(x.target is operator.getitem and x.args[0] is not user for x in user.users)
+        return "" if every and indices and user.users else "counts up to it"
     if user.target in _OPERATORS or function_name(user) in _COMPUTE:
         return "computes with it"
     return ""
@@ -140,10 +150,11 @@ def _check_reductions(graph: CallGraph, rows: set[fx.Node]) -> None:
 
 
 def _reduces_all(node: fx.Node, rows: set[fx.Node]) -> bool:
-    has_dim = len(node.args) > 1 or {"dim", "axis"} & set(node.kwargs)
-    value = first_input(node)
-    reduces = function_name(node) in _REDUCTIONS and value in rows and not has_dim
-    return reduces and kind_of(value) is ValueKind.TENSOR
+    position, value = _REDUCTIONS.get(function_name(node)), first_input(node)
+    if position is None or value not in rows or kind_of(value) is not ValueKind.TENSOR:
+        return False
+    dims = [node.kwargs.get("dim"), node.kwargs.get("axis"), *node.args[position : position + 1]]
+    return all(dim is None or isinstance(dim, bool) for dim in dims)  # std(False) is unbiased
 
 
 def is_elementwise(name: str) -> bool:

@@ -103,7 +103,22 @@ def _sized(call: TracedCall, dim: int) -> int | None:
     """The rule for sizes: rows stay outermost unless the first size is a constant."""
     sizes = call.sizes("shape")
     fixed = not sizes or (isinstance(sizes[0], int) and sizes[0] != -1)
+    if fixed and call.name in ("view", "reshape") and all(isinstance(k, int) for k in sizes):
+        raise across_rows(call.line, f"puts all rows into {call.name} with sizes that are constant")
     return 0 if dim == 0 and not fixed else None
+
+
+def _sized_as(call: TracedCall, dim: int) -> int | None:
+    other = call.of(call.at(1, "other"))
+    if other not in (None, dim) and call.name != "expand_as":
+        raise across_rows(call.line, f"takes rows in dim {dim} for rows in dim {other}")
+    return other
+
+
+def _renorm(call: TracedCall, dim: int) -> int:
+    if call.at(2, "dim") != dim:
+        raise across_rows(call.line, "normalizes over all rows")
+    return dim
 
 
 def _flatten(call: TracedCall, dim: int) -> int | None:
@@ -224,7 +239,7 @@ _TABLE: list[tuple[str, Rule]] = [
     ("t", _t),
     ("permute", _permute),
     ("view reshape expand repeat tile", _sized),
-    ("view_as reshape_as expand_as", lambda call, _: call.of(call.at(1, "other"))),
+    ("view_as reshape_as expand_as", _sized_as),
     ("unflatten", lambda _, dim: 0 if dim == 0 else None),
     ("flatten", _flatten),
     ("unsqueeze", _unsqueeze),
@@ -251,9 +266,10 @@ _TABLE: list[tuple[str, Rule]] = [
         _along(1),
     ),
     (
-        "topk take_along_dim diff normalize renorm cosine_similarity",
+        "topk take_along_dim diff normalize cosine_similarity",
         _along(2),
     ),
+    ("renorm", _renorm),
     ("roll", _roll),
     ("unfold", _along(1)),
     ("trapezoid trapz cumulative_trapezoid", _along(9, default=-1)),

@@ -50,10 +50,10 @@ def tried(run: Callable[..., Any], cut: Sequence[bool], line: str) -> Callable[.
         nonlocal waits
         tensors = [x for x, rows in zip(args, cut, strict=True) if rows]
         if waits and all(isinstance(x, Tensor) and x.dim() and len(x) > 1 for x in tensors):
-            waits = False
             equal = len(set(map(len, tensors))) == 1  # else it is not known how to take a row
             if equal and _mixes(run, cut, args, kwargs):
                 raise across_rows(line, "gives the same rows other results beside others")
+            waits = False
         return run(*args, **kwargs)
 
     return call

@@ -73,10 +73,10 @@ class StageBackward:
         gradients: Sequence[Tensor | None],
     ) -> None:
         """Run backward of micro-batch ``i``, or B of it; not split if others share its graph."""
-        if self._any_captured:
-            self._run_to_captured(roots, gradients)
-            return
         try:
+            if self._any_captured:
+                self._run_to_captured(roots, gradients)
+                return
             if self._splits is not None:
                 backward = SplitBackward.of(self._splits, inputs, roots, gradients)
                 if backward is not None:

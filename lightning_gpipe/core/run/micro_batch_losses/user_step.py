@@ -40,6 +40,7 @@ from lightning_gpipe.core.run.backward.roots import (
     root_of,
 )
 from lightning_gpipe.core.run.backward.sums import Gradients
+from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
 from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import Coroutine
 from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
@@ -253,7 +254,11 @@ class UserStep:
         self, i: int, roots: Sequence[Root | None], gradients: Gradients, **options: Any
     ) -> None:
         with together([self._backward_context.entered(), *self._own(i)]):
-            self._outside.backward(roots, gradients, **options)
+            try:
+                self._outside.backward(roots, gradients, **options)
+            except RuntimeError as error:
+                refuse_second_backward(error)
+                raise
 
     def _own(self, i: int) -> list[Manager]:
         """Return the context manager in which a micro-batch draws, the same each time."""
