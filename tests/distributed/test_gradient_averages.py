@@ -1,6 +1,6 @@
 """Gradients of stages leave early: averages over replicas begin while other stages run backward.
 
-The interface, `gradient_home.py`, has its tests here, too. That replicas train as a plain Trainer
+The interface, ``gradient_home``, has its tests here, too. That replicas train as a plain Trainer
 on the whole batch, is proven in `test_replicas.py` and `test_schedules_over_processes.py`.
 """
 
