@@ -68,10 +68,10 @@ class ValuesOnLayers:
         values = {name: _values(place) for name, place in self._places.items()}
         if (name := self._changed(values)) is not None:
             raise RuntimeError(
-                "a value that training_step keeps on a layer must stay there for all micro-batches: "
-                f"got another {name} after the call of the pipeline for micro-batch {i}, while "
-                "stages may be at work for others. Set it in on_train_batch_start, and set it back "
-                "in on_train_batch_end."
+                "a value that training_step keeps on a layer must stay there for all "
+                f"micro-batches: got another {name} after the call of the pipeline for micro-batch "
+                f"{i}, while stages may be at work for others. Set it in on_train_batch_start, and "
+                "set it back in on_train_batch_end."
             )
 
     def end(self) -> None:
