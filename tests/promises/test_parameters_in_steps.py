@@ -389,6 +389,25 @@ def test_value_of_a_micro_batch_that_is_kept_on_layers(scale_of: Any, pipe: Pipe
     check(*pair(pipe, scaled_layers()), conditioned(of_a_condition))
 
 
+@pytest.mark.parametrize("name", ["0.scale", "2.training"])
+def test_value_that_is_set_back_in_the_step(name: str, pipe: Pipe) -> None:
+    """Stages at work on other micro-batches found the one or the other."""
+    number, attribute = name.split(".")
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        layer = model.layers[int(number)]  # type: ignore[index]  # a pipeline has layers, too
+        setattr(layer, attribute, False)
+        loss = model(x).square().mean()
+        setattr(layer, attribute, True)
+        return loss
+
+    model, _ = pair(pipe, scaled_layers())
+    pipeline = model.layers
+    assert isinstance(pipeline, GPipe)
+    with pytest.raises(RuntimeError, match=rf"got another layer {name} after the call of the"):
+        pipeline.by_micro_batch(lambda x: step(model, x), rows(7), around=model)
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_value_that_is_kept_on_layers_after_some_steps(saved: bool, pipe: Pipe) -> None:
     """Without this its gradient is written before the loop drops those of the last step."""

@@ -172,6 +172,10 @@ def without_call_once(model: GPipe, x: Tensor) -> Tensor | None:
     return model(x).sum() if len(x) == 3 else None
 
 
+def without_call_at_first(model: GPipe, x: Tensor) -> Tensor | None:
+    return None if len(x) == 3 else model(x).sum()
+
+
 def several_elements(model: GPipe, x: Tensor) -> Tensor:
     return model(x)
 
@@ -193,6 +197,7 @@ REFUSED: dict[str, tuple[Step, str]] = {
     "no loss": (no_loss, "must return the loss"),
     "no call": (without_call, "must call the pipeline once"),
     "no call for one of them": (without_call_once, "none for micro-batch 1"),
+    "no call for the first of them": (without_call_at_first, "none for micro-batch 0, and one for"),
     "a loss of several elements": (several_elements, r"must have one element: got shape \(3, 3\)"),
     "weights of some": (weight_of_some, "for every micro-batch or for none"),
     "no weight": (no_weight_at_all, "more than 0"),

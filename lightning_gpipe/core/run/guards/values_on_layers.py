@@ -54,25 +54,43 @@ class ValuesOnLayers:
         values = {name: _values(place) for name, place in self._places.items()}
         if not i:
             self._first = values
-        for name, found in values.items():
-            first = self._first[name]
-            if len(found) != len(first) or not all(map(_equal, found, first)):
-                raise RuntimeError(
-                    "a value that training_step keeps on a layer must be the same for all "
-                    f"micro-batches: got another {name} for micro-batch {i} than for micro-batch "
-                    "0, for which stages may be at work yet. Pass it to the layers with their "
-                    "input, which goes with its micro-batch."
-                )
+        if (name := self._changed(values)) is not None:
+            raise RuntimeError(
+                "a value that training_step keeps on a layer must be the same for all "
+                f"micro-batches: got another {name} for micro-batch {i} than for micro-batch "
+                "0, for which stages may be at work yet. Pass it to the layers with their "
+                "input, which goes with its micro-batch."
+            )
         return [x for found in values.values() for x in found if isinstance(x, Tensor)]
+
+    def at_end(self, i: int) -> None:
+        """Raise RuntimeError if they are others at the end of the code for micro-batch ``i``."""
+        values = {name: _values(place) for name, place in self._places.items()}
+        if (name := self._changed(values)) is not None:
+            raise RuntimeError(
+                "a value that training_step keeps on a layer must stay there for all "
+                f"micro-batches: got another {name} after the call of the pipeline for micro-batch "
+                f"{i}, while stages may be at work for others. Set it in on_train_batch_start, and "
+                "set it back in on_train_batch_end."
+            )
 
     def end(self) -> None:
         """Drop the values of a mini-batch."""
         self._before, self._first = {}, {}
 
+    def _changed(self, values: dict[str, list[Any]]) -> str | None:
+        """Return the name of a value that is another than for micro-batch 0."""
+        for name, found in values.items():
+            first = self._first[name]
+            if len(found) != len(first) or not all(map(_equal, found, first)):
+                return name
+        return None
+
     def _all(self) -> Iterator[tuple[str, _Place]]:
         for stage in self._stages:
             for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True):
                 for path, module in layer.named_modules(prefix=title):
+                    yield f"{path}.training", (vars(module), "training")
                     buffers: dict[str, Any] = module._buffers
                     for holder in (*holders([module]), Holder(module, "", buffers)):
                         for name in holder.held:

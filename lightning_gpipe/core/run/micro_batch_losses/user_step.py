@@ -186,6 +186,8 @@ class UserStep:
         except RuntimeError as error:
             _refuse_gradient_through_pipeline(error)
             raise
+        if self.m > 1:
+            self._values.at_end(i)
         step_outputs.allow_backward()
         loss_and_seed = self.losses.add(i, result)
         self.results[i] = self._end(i, result)
