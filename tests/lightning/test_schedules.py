@@ -512,7 +512,7 @@ class Keeping(Classifier):
         self.latest = output.detach()
         self.outputs.append(loss.detach())
         self.largest.copy_(output.detach().amax(0))
-        self.head.average.lerp_(output.detach().mean(0) * self.head.scale, 0.1)
+        self.head.get_buffer("average").lerp_(output.detach().mean(0), 0.1)
         with torch.no_grad():
             self.teacher.weight.mul_(0.9)
         batch["out"] = output.detach()

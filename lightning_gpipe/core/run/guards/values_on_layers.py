@@ -54,10 +54,10 @@ class ValuesOnLayers:
         values = {name: _values(place) for name, place in self._places.items()}
         if not i:
             self._first = values
-        if (name := self._changed(values)) is not None:
+        if (changed := self._changed(values)) is not None:
             raise RuntimeError(
                 "a value that training_step keeps on a layer must be the same for all "
-                f"micro-batches: got another {name} for micro-batch {i} than for micro-batch "
+                f"micro-batches: got another {changed} for micro-batch {i} than for micro-batch "
                 "0, for which stages may be at work yet. Pass it to the layers with their "
                 "input, which goes with its micro-batch."
             )
@@ -66,12 +66,12 @@ class ValuesOnLayers:
     def at_end(self, i: int) -> None:
         """Raise RuntimeError if they are others at the end of the code for micro-batch ``i``."""
         values = {name: _values(place) for name, place in self._places.items()}
-        if (name := self._changed(values)) is not None:
+        if (changed := self._changed(values)) is not None:
             raise RuntimeError(
                 "a value that training_step keeps on a layer must stay there for all "
-                f"micro-batches: got another {name} after the call of the pipeline for micro-batch "
-                f"{i}, while stages may be at work for others. Set it in on_train_batch_start, and "
-                "set it back in on_train_batch_end."
+                f"micro-batches: got another {changed} after the call of the pipeline for "
+                f"micro-batch {i}, while stages may be at work for others. Set it in "
+                "on_train_batch_start, and set it back in on_train_batch_end."
             )
 
     def end(self) -> None:
