@@ -147,7 +147,8 @@ class GradientAverages(GradientHome):
             transfer.open(set(map(id, self.parameters)))
             for j in self.buckets:
                 transfer.send(j, [])
-            transfer.receive()
+            for leaf, average in transfer.receive():
+                leaf.grad = average if leaf.grad is None else leaf.grad.add_(average)
         self._steps, self._begun = self._steps + 1, False
         late, self._late = list(self._late.values()), {}
         if not late:
