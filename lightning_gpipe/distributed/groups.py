@@ -260,10 +260,6 @@ def _destroy(names: Iterable[Any]) -> None:
 
 def _own_group(ranks: Sequence[list[int]], timeout: timedelta) -> ProcessGroup:
     """Make groups of these ranks, over what the devices need; return that of this process."""
-    own = next(row for row in ranks if dist.get_rank() in row)
-    if len(own) == 1:  # which waits for no other process
-        group = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
-    else:
-        group, _ = dist.new_subgroups_by_enumeration(list(ranks), timeout=timeout)
+    group, _ = dist.new_subgroups_by_enumeration(list(ranks), timeout=timeout)
     assert group is not None, "each process is in one of them"
     return group

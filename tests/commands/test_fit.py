@@ -259,6 +259,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
     assert yaml.safe_load(saved.read_text("utf-8"))["trainer"]["strategy"]["init_args"] == {
         **STRATEGY["init_args"],  # type: ignore[dict-item]  # the dictionary's values are mixed
         "module": None,
+        "outputs": "auto",
         "deferred_batch_norm": True,
         "microbatching": None,
         "compile": False,

@@ -28,7 +28,11 @@ from tests.support.processes import said
 from tests.support.ranks import Pool
 from tests.support.trainers import MODES, trainer_over
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    # Ours, of batch norms around the pipeline, which see micro-batches.
+    pytest.mark.filterwarnings("ignore:training_step must leave nothing on the module"),
+]
 
 
 class Everything(Embedded):

@@ -7,7 +7,9 @@ P, L = Kind.PREPARE, Kind.LOSS
 
 
 def test_action_prints_its_letter_and_micro_batch() -> None:
-    assert [str(Action(kind, 3, 1)) for kind in Kind] == ["F3", "R3", "B3", "W3", "P3", "L3"]
+    letters = [str(Action(kind, 3, 1)) for kind in Kind]
+
+    assert letters == ["F3", "R3", "B3", "W3", "P3", "L3", "G3"]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,6 @@ def test_caller_is_before_the_first_stage_and_after_the_last() -> None:
     assert Action(B, 3, 0) in predecessors(Action(B, 3, -1))
 
 
-def test_nobody_waits_for_the_gradients_of_weights() -> None:
-    assert [kind for kind in Kind if "W" in dict(kind.after)] == []
+def test_only_what_sends_gradients_home_waits_for_those_of_weights() -> None:
+    assert [kind for kind in Kind if "W" in dict(kind.after)] == [Kind.GRADIENTS]
     assert list(predecessors(Action(W, 3, 1))) == [Action(B, 3, 1)]

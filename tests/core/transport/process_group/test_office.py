@@ -141,7 +141,7 @@ class SpeakingGroup(PlayedGroup):
     def __init__(self, code: MessageCode, text: str = "", *, closed: bool = False) -> None:
         super().__init__(stopped=not closed)
         self.heard = threading.Event()
-        self._message, _ = seal(Header(code, 0), text.encode())
+        self._message, _ = seal(Header(code, 1, origin=1), text.encode())
         self._closed = closed
         self._receives = 0
 

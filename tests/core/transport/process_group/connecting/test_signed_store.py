@@ -14,7 +14,7 @@ from lightning_gpipe.core.transport.process_group.connecting.signed_store import
 from tests.support.waiting import PATIENCE, awaited
 
 LONG = timedelta(seconds=PATIENCE)
-PLACE = "0-1/name"
+PLACE = "0-1/0/name"
 GARBAGE = [b"", b"\xff\x00 \xff", b"a" * 64 + b" missing 1", b"x " * 999, "ß é".encode()]
 
 
@@ -112,7 +112,7 @@ def test_processes_with_different_tokens_say_so(
     monkeypatch.setenv(TOKEN, "another")
     with pytest.raises(RuntimeError, match="rank 0 did not"):
         store_barrier(store, range(2), 1, timedelta(seconds=0.1), "come")
-    SignedStore(PrefixStore("0-1", store)).set("name", "text")
+    SignedStore(PrefixStore("0-1", store)).set("0/name", "text")
     monkeypatch.setenv(TOKEN, "secret")
     with pytest.raises(RuntimeError, match="rank 0 did not"):
         store_barrier(store, range(2), 1, timedelta(seconds=0.1), "come")
