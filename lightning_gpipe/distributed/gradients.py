@@ -83,7 +83,7 @@ class SameParameters:
             of_dtype = [p for p in used if p.dtype == dtype]
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in of_dtype]
             flat = torch.cat([part.detach().cpu().reshape(-1) for part in parts])
-            group.sum(flat, "the gradients around the pipeline")
+            flat = group.sum(flat, "the gradients around the pipeline")
             flat /= group.size // self._group.size
             sums = flat.split([p.numel() for p in of_dtype])
             for parameter, total in zip(of_dtype, sums, strict=True):
