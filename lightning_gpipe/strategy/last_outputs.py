@@ -36,7 +36,7 @@ Call = dict[str, Any]  # the arguments of a call of log
 
 
 class _State(NamedTuple):
-    """What a step may change around the stages, before it."""
+    """The state around the stages before a step, which may change it."""
 
     random: RandomState
     buffers: BufferState

@@ -77,7 +77,7 @@ def store_barrier(
     return answer
 
 
-class Entry(NamedTuple):
+class Arrival(NamedTuple):
     """A process that has come to its parent, and those below it.
 
     Attributes:
@@ -108,7 +108,7 @@ class Members:
         self._own = uuid4().hex  # its ticket, and the name under which the children come
         self._parent = tree.parent(rank)
         self._name = ""  # the parent's
-        self._children: dict[int, Entry | None] = dict.fromkeys(tree.children(rank))
+        self._children: dict[int, Arrival | None] = dict.fromkeys(tree.children(rank))
 
     def answer(self, *, late: bool) -> str | None:
         """Come once more; return the answer, if it is there or it is too late."""
@@ -116,7 +116,7 @@ class Members:
             self._store.set(f"{self._rank}/{_NAME}", self._own)  # again, in case of a stranger
         for child in self._children:
             entry = self._store.get(f"{self._own}/{child}")
-            self._children[child] = None if entry is None else Entry(*entry.split(" "))
+            self._children[child] = None if entry is None else Arrival(*entry.split(" "))
         return self._come(self._entry(), late) if self._rank else self._decide(self._entry(), late)
 
     def pass_on(self, answer: str) -> None:
@@ -125,19 +125,19 @@ class Members:
             if entry is not None:
                 self._store.set(f"{self._own}/{entry.ticket}", answer)
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> Arrival:
         missing = [str(k) for k, entry in self._children.items() if entry is None]
         present = [entry for entry in self._children.values() if entry is not None]
         missing += [entry.missing for entry in present if entry.missing]
         same = all(entry.offer == self._offer for entry in present)
-        return Entry(self._own, self._offer if same else "", ",".join(missing))
+        return Arrival(self._own, self._offer if same else "", ",".join(missing))
 
-    def _decide(self, entry: Entry, late: bool) -> str | None:
+    def _decide(self, entry: Arrival, late: bool) -> str | None:
         if not entry.missing:
             return entry.offer or self._own
         return _MISSING + entry.missing.replace(",", ", ") if late else None
 
-    def _come(self, entry: Entry, late: bool) -> str | None:
+    def _come(self, entry: Arrival, late: bool) -> str | None:
         """Come to the parent, which may come last; return its answer, if there is one."""
         latest = self._store.get(f"{self._parent}/{_NAME}") or self._name
         # The parent answers before it goes on to its next barrier, under another name.

@@ -45,7 +45,7 @@ _BEATS = 1_000  # the most that may be on their way
 _AHEAD = 2  # receives in flight: the next message arrives while one is read
 
 
-class Work(Protocol):
+class PendingWork(Protocol):
     """A send of torch.distributed, or one that waits for a connection."""
 
     def wait(self, timeout: timedelta) -> object: ...
@@ -54,9 +54,9 @@ class Work(Protocol):
 class QueuedSend:
     """A send that begins once there is a connection."""
 
-    def __init__(self, begin: Callable[[], Work]) -> None:
+    def __init__(self, begin: Callable[[], PendingWork]) -> None:
         self._begin = begin
-        self._begun: Future[Work] = Future()
+        self._begun: Future[PendingWork] = Future()
 
     def begin(self) -> None:
         """Begin to send."""
@@ -77,7 +77,7 @@ class QueuedSend:
 class PendingSend(NamedTuple):
     """Bytes on their way."""
 
-    work: Work  # the send in torch.distributed
+    work: PendingWork  # the send in torch.distributed
     content: Tensor  # the bytes, which must live until it has completed
     copied: bool  # if nobody else has them; else they must not be changed until then
 
