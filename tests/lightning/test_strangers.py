@@ -71,13 +71,14 @@ def intrude(port: int, command: Path, others: list[socket.socket]) -> None:
 
 def come_in_place_of_rank_1(port: int, stop: Event) -> None:
     """Write into the store what this package would; only the token is not known."""
-    place = "lightning_gpipe/start/0-1/name"
+    barrier = "lightning_gpipe/start/0-1"
+    place = f"{barrier}/0/name"
     with suppress(DistError):  # the store ends with the fit
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5 * PATIENCE), False)
         while not stop.wait(0.02):
             if store.check([place]):
                 name = store.get(place).decode().split(" ")[-1]
-                store.set(f"lightning_gpipe/start/0-1/{name}/1", f"{'0' * 64} {'a' * 32} ")
+                store.set(f"{barrier}/{name}/1", f"{'0' * 64} {'a' * 32} ")
                 store.set(place, f"{'0' * 64} {'b' * 32}")
 
 

@@ -12,6 +12,7 @@ ends the exchanges before the failure, whose values are on their way to it, and 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,6 +30,16 @@ class Failure(NamedTuple):
 
     ranks: tuple[int, ...]
     how: str  # the rest of a sentence about them
+
+    def encode(self) -> str:
+        """Return the failure as text."""
+        return json.dumps(self)
+
+    @classmethod
+    def decode(cls, text: str) -> Failure:
+        """Read a failure from a text."""
+        ranks, how = json.loads(text)
+        return cls(tuple(ranks), how)
 
     def error(self, numbers: Sequence[int], layout: Layout | None = None) -> RankFailed | OutOfStep:
         """Return an error that names the processes, see :func:`names_of`."""

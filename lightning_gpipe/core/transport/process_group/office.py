@@ -24,6 +24,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from lightning_gpipe.core.transport.interface import OutOfStep
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.gossip import Gossip
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
@@ -147,9 +148,7 @@ class Office:
             self._leave_exchange()
             self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
-            notes = [f"({note})" for note in getattr(error, "__notes__", [])]
-            text = " ".join([f"failed: {type(error).__name__}: {error}", *notes])
-            self._tell_and_wait(header, text)
+            self._tell_and_wait(header, _failure_of(self._rank, error).encode())
 
     def _leave_exchange(self) -> None:
         self._recipient = None
@@ -170,11 +169,11 @@ class Office:
         """Record a loss of some global ranks, which another office of this process knows of.
 
         What another office has lost, as a Trainer of an earlier fit may have, is alive if it is
-        heard here.
+        heard here. If none is lost, some wait for one another, and all end.
         """
         others = [k for k, rank in enumerate(self.ranks) if rank in ranks and k != self._rank]
         own = [k for k in others if not (self._listens and self._heartbeat.hears(k))]
-        if own:
+        if own or not ranks:
             self._lose(own, Failure(tuple(own), how))
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
@@ -269,8 +268,8 @@ class Office:
         elif header.code == MessageCode.BEAT:
             self._hear_beat(rank, content)
         elif header.code == MessageCode.LOST:
-            ranks, how = json.loads(content)
-            self._lose(ranks, Failure(tuple(ranks), how), but=rank)
+            failure = Failure.decode(content)
+            self._lose(failure.ranks, failure, but=rank)
         elif header.code == MessageCode.CONNECT:
             self._connect(header)
         elif header.code in (MessageCode.END, MessageCode.ANSWER):
@@ -312,7 +311,7 @@ class Office:
         self._spread(header, text, but=rank)
         with self._lock:
             if header.code == MessageCode.FAILURE:
-                self.ledger.record_failure(header.serial, Failure((header.origin,), text))
+                self.ledger.record_failure(header.serial, Failure.decode(text))
                 present = self.ledger.failure_at_end
             elif header.code == MessageCode.CLOSED:
                 self.ledger.record_close(header.origin, header.closed, header.serial)
@@ -367,8 +366,8 @@ class Office:
         if not first:
             return
         # Before anything else: they see next that this process ends.
-        text = json.dumps((failure.ranks, others or failure.how))
-        self._spread(Header(MessageCode.LOST, 0), text, but=but)
+        told = failure._replace(how=others or failure.how)
+        self._spread(Header(MessageCode.LOST, 0), told.encode(), but=but)
         if recipient is not None:
             recipient.fail(failure)
         if self.on_lost is not None:
@@ -406,3 +405,11 @@ class Office:
             self._lose([], Failure((), text))
         limit = self._heartbeat.limit
         self._user_collectives.beat(limit, unnoticed=unnoticed, in_vain=bool(text))
+
+
+def _failure_of(rank: int, error: BaseException) -> Failure:
+    """Return what the others are told of an error of this process."""
+    notes = [f"({note})" for note in getattr(error, "__notes__", [])]
+    if isinstance(error, OutOfStep):  # it is not this process that is at fault, but all together
+        return Failure((), " ".join([str(error), *notes]))
+    return Failure((rank,), " ".join([f"failed: {type(error).__name__}: {error}", *notes]))
