@@ -5,6 +5,7 @@ next one gets others.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -212,6 +213,7 @@ def join_group(rank: int, size: int, store: str) -> None:
 
 def _serve(rank: int, size: int, store: str, path: list[str], end: Connection) -> None:
     sys.path[:] = path
+    gc.freeze()  # what all ranks share is no garbage, and is copied where a search looks at it
     torch.set_num_threads(1)
     join_group(rank, size, store)
     while True:
