@@ -115,9 +115,10 @@ class Group:
             if time.monotonic() - began >= self._timeout.total_seconds():
                 raise RuntimeError(self._late(what)) from error
             failure = self._failure(FAILURE_TIMEOUT)
-            if failure is not None:
-                raise type(failure)(f"{failure}, while {what} was awaited") from error
-            raise
+            if failure is None:
+                raise
+            named = isinstance(failure, RankFailed)  # and otherwise says what each waits for
+            raise type(failure)(f"{failure}{f', while {what} was awaited' * named}") from error
 
     def _compare(self, what: str) -> None:
         if self._is_same(what):

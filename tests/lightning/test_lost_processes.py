@@ -165,6 +165,7 @@ def test_process_that_ends_after_a_fit_is_named_by_a_save(tmp_path: Path) -> Non
 def train_and_forget(root: Path) -> tuple[set[str], set[str]]:
     """The same before and after its Trainer is gone."""
     during = train(root)
+    dist.barrier()  # the other one may have ended its threads, and then this one ends some too
     gc.collect()
     return during, own_threads()
 

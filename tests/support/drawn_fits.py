@@ -6,13 +6,14 @@ Trainer, and returns all that is to be the same: what was trained, saved, logged
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from lightning.pytorch import callbacks as library
 from lightning.pytorch.callbacks import Callback
@@ -53,7 +54,9 @@ TRAINERS: dict[str, list[Any]] = {
     "num_sanity_val_steps": [0, 1],
 }
 PRECISIONS: dict[Any, float] = {"64-true": 1e-9, "32-true": 1e-4, "bf16-mixed": 1e-2}  # how exact
-STAGES = {  # the numbers of stages and devices with which a schedule runs
+# The numbers of stages and devices with which each schedule runs.
+Sizes = Mapping[str, Sequence[tuple[int, int]]]
+STAGES: Sizes = {
     "fill_drain": [(2, 2), (3, 3), (4, 2)],
     "1f1b": [(2, 2), (3, 3), (4, 2)],
     "zero_bubble": [(2, 2), (3, 3)],
@@ -114,10 +117,11 @@ def fits(
     operators: Sequence[str] = tuple(OPERATORS),
     layers: Sequence[str] = tuple(LAYERS),
     frontends: Sequence[str] = ("sequential", "loop", "traced"),
+    sizes: Sizes = STAGES,
 ) -> Fit:
     """Fits of these words that nothing refuses, but for rows that operators mix."""
-    schedule = draw(st.sampled_from(sorted(STAGES)))
-    stages, devices = draw(st.sampled_from(STAGES[schedule]))
+    schedule = draw(st.sampled_from(sorted(sizes)))
+    stages, devices = draw(st.sampled_from(sizes[schedule]))
     interleaved = schedule == "1f1b" and stages > devices
     chunks = draw(st.sampled_from([2, 4]) if interleaved else st.integers(1, 5))
     strategy = {
@@ -201,16 +205,23 @@ class Outcome(NamedTuple):
 
 
 def outcome(
-    fit: Fit, root: Path, *, plain: bool = False, processes: dict[str, Any] | None = None
+    fit: Fit,
+    root: Path,
+    *,
+    plain: bool = False,
+    processes: dict[str, Any] | None = None,
+    machines: int = 1,
 ) -> Outcome:
     """Run a fit, with or without its strategy, or in a rank with options for its ``processes``."""
     found, checkpoint = Outcome([], []), root / "resumed.ckpt"
     for _ in range(1 if fit.resumed is None else 2):
         options: dict[str, Any] = {}
         if not plain:
-            options = {"strategy": fit.make_strategy(**processes or {}), "devices": fit.devices}
+            strategy = fit.make_strategy(**processes or {})
+            devices = fit.devices * strategy.data_parallel_size // machines
+            options = {"strategy": strategy, "devices": devices, "num_nodes": machines}
         if processes is not None:
-            options["plugins"] = [RankEnvironment(fit.devices)]
+            options["plugins"] = [RankEnvironment(dist.get_world_size() // machines)]
         model, history, record = _fitted(fit, root, checkpoint, options)
         made = model.trainer
         saved = torch.load(root / "last.ckpt", weights_only=False)

@@ -23,7 +23,7 @@ from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Transport
-from lightning_gpipe.core.transport.threads import lineage, share_of
+from lightning_gpipe.core.transport.threads import frames_of_threads, lineage, share_of
 
 NESTED = (
     "a layer must not run the pipeline that it is part of: it would wait for itself. Call the "
@@ -86,7 +86,7 @@ class InlineTransport(Transport):
         _, *callers = lineage()
         frames = [sys._getframe(1)]
         if callers:
-            frame_of = sys._current_frames()
+            frame_of = frames_of_threads()
             frames += [frame_of[thread.ident] for thread in callers if thread.ident in frame_of]
         if any(map(self._runs_in, frames)):
             raise RuntimeError(NESTED)

@@ -16,18 +16,22 @@ for longer, and nothing ends that: it is stopped for good where it waits.
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
+from types import FrameType
 
 import torch
 from typing_extensions import override
 
 JOIN = 5.0  # seconds
 Job = Callable[[], None]
+_FRAMES = threading.Lock()
 
 
 class WorkerThread(threading.Thread):
@@ -173,3 +177,20 @@ def _use_threads(number: int) -> None:
     # The first call on a new thread sets its number to the default, so it must come first.
     torch.get_num_threads()
     torch.set_num_threads(number)
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Return what each thread runs at the moment, by its identity.
+
+    Python 3.11.7 may search for garbage when it makes their frames, under a lock that a thread
+    needs to start. One that starts while an object is finalized then waits for ever, with the
+    interpreter's lock. So nothing is searched meanwhile.
+    """
+    with _FRAMES:
+        searches = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if searches:
+                gc.enable()

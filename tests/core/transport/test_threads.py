@@ -1,11 +1,20 @@
+import gc
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread, lineage, working_for
+from lightning_gpipe.core.transport.threads import (
+    Outcomes,
+    WorkerThread,
+    frames_of_threads,
+    lineage,
+    working_for,
+)
+from tests.support.ranks import new_ranks
 from tests.support.waiting import PATIENCE
 
 
@@ -109,3 +118,46 @@ def test_caller_sleeps_until_all_jobs_have_ended(monkeypatch: pytest.MonkeyPatch
     outcomes.wait_for_all(PATIENCE)
 
     assert outcomes.pending == 0
+
+
+class Garbage:
+    """Lets another thread run while it is finalized; nothing but a search finds it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(0)
+
+
+def look_while_threads_start(times: int) -> int:
+    """How many threads start while another one looks at the frames, and garbage is searched."""
+    gc.set_threshold(1)
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            assert threading.get_ident() in frames_of_threads()
+            Garbage()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for _ in range(times):
+        each = threading.Thread(target=Garbage)
+        each.start()
+        each.join()
+    ended.set()
+    looking.join()
+    return times
+
+
+def test_threads_start_while_frames_are_looked_at() -> None:
+    with new_ranks(1) as ranks:  # which may hang
+        assert ranks.run(look_while_threads_start, 3000) == [3000]
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_collector_that_was_off_stays_off() -> None:
+    frames_of_threads()
+
+    assert not gc.isenabled()

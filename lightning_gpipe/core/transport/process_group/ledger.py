@@ -31,6 +31,14 @@ class Failure(NamedTuple):
     ranks: tuple[int, ...]
     how: str  # the rest of a sentence about them
 
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Return what the others are told of an error of a process."""
+        notes = [f"({note})" for note in getattr(error, "__notes__", [])]
+        if isinstance(error, OutOfStep):  # which is of all, whichever notices
+            return cls((), " ".join([str(error), *notes]))
+        return cls((rank,), " ".join([f"failed: {type(error).__name__}: {error}", *notes]))
+
     def encode(self) -> str:
         """Return the failure as text."""
         return json.dumps(self)

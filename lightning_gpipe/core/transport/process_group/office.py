@@ -24,7 +24,6 @@ from typing import Protocol
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from lightning_gpipe.core.transport.interface import OutOfStep
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.gossip import Gossip
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
@@ -148,7 +147,7 @@ class Office:
             self._leave_exchange()
             self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
-            self._tell_and_wait(header, _failure_of(self._rank, error).encode())
+            self._tell_and_wait(header, Failure.of(self._rank, error).encode())
 
     def _leave_exchange(self) -> None:
         self._recipient = None
@@ -405,11 +404,3 @@ class Office:
             self._lose([], Failure((), text))
         limit = self._heartbeat.limit
         self._user_collectives.beat(limit, unnoticed=unnoticed, in_vain=bool(text))
-
-
-def _failure_of(rank: int, error: BaseException) -> Failure:
-    """Return what the others are told of an error of this process."""
-    notes = [f"({note})" for note in getattr(error, "__notes__", [])]
-    if isinstance(error, OutOfStep):  # it is not this process that is at fault, but all together
-        return Failure((), " ".join([str(error), *notes]))
-    return Failure((rank,), " ".join([f"failed: {type(error).__name__}: {error}", *notes]))

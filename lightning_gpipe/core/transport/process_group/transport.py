@@ -137,9 +137,9 @@ class ProcessGroupExchange(LocalExchange):
     def _fetch(self, inbox: int, at: Action) -> None:
         try:
             self.check()
-        except (RankFailed, OutOfStep) as error:
+        except RankFailed as error:
             what = f"{error}, while {self._value_for(at)} was awaited"
-            raise type(error)(what) from None
+            raise RankFailed(what) from None
         if inbox == self._caller:
             self._expects()  # raises if a worker of this process has failed
         self._take(inbox)

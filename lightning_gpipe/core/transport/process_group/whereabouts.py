@@ -32,6 +32,7 @@ from typing import Any
 import torch.distributed
 
 from lightning_gpipe.core.transport.process_group.tree import Tree
+from lightning_gpipe.core.transport.threads import frames_of_threads
 
 _STILL = 4  # beats in a row; a wait that ends by itself, such as for bytes on their way, is shorter
 _FEW = 8  # different things that processes do, and processes that do the same
@@ -112,7 +113,7 @@ class OwnWhereabouts:
 
     def now(self) -> Whereabouts:
         """Return what this process does now."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = frames_of_threads().get(threading.main_thread().ident or 0)
         present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
         return replace(present, line=users_line(frame), begun={**self._begun})
 

@@ -1,0 +1,123 @@
+"""What each process sends in a step, and with how many it is connected.
+
+With ``outputs="last"`` that does not depend on the size of the output; with ``"all"`` it does.
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from tests.support.lightning_modules import Data
+from tests.support.ranks import new_ranks
+from tests.support.sockets import connections, sent_bytes
+from tests.support.trainers import trainer_over
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    pytest.mark.skipif(sys.platform != "linux", reason="counted by the kernel of Linux"),
+]
+
+WIDTH = 8
+ROWS = 6  # at least, in a batch
+SMALL, LARGE = 4, 2**17  # the numbers of an output's row
+LITTLE = 16_000  # bytes
+
+
+class Wide(nn.Module):
+    """The last layer, with so many numbers for each row."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numbers, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (rows, WIDTH) to (rows, numbers)."""
+        return x.mean(-1, keepdim=True) * self.weight
+
+
+class Growing(L.LightningModule):
+    """A chain whose output is small or large."""
+
+    def __init__(self, stages: int, numbers: int) -> None:
+        super().__init__()
+        first = nn.Linear(6, WIDTH)
+        more = [nn.Linear(WIDTH, WIDTH) for _ in range(stages - 2)]
+        self.layers = nn.Sequential(first, *more, Wide(numbers)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.layers(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Counter(Callback):
+    """Counts what has been sent after each step."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.sent.append(sent_bytes())
+
+
+class Count(NamedTuple):
+    """What a process sends in a step, in bytes, and the connections of a fit."""
+
+    bytes: int
+    connections: int
+
+
+def count(root: Path, stages: int, numbers: int, options: dict[str, Any]) -> Count:
+    torch.manual_seed(0)
+    model, counter, before = Growing(stages, numbers), Counter(), len(list(connections()))
+    made = trainer_over(
+        root,
+        "per_stage",
+        [1] * stages,
+        {"chunks": 2, **options},
+        (stages, 1),
+        callbacks=[counter],
+        max_epochs=2,
+    )
+    made.fit(model, datamodule=Data())
+    # Others have a heartbeat in them, or what is sent once in an epoch.
+    least = min(after - before for before, after in pairwise(counter.sent))
+    return Count(least, len(list(connections())) - before)
+
+
+def counts(root: Path, stages: int, numbers: int, **options: Any) -> Sequence[Count]:
+    with new_ranks(stages) as ranks:
+        return ranks.run(count, root, stages, numbers, options)
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_output_of_the_last_stage_is_not_sent(tmp_path: Path, schedule: str) -> None:
+    """A step's batch, loss and logs go from the first process to its neighbours in a tree."""
+    for stages, numbers in [(2, SMALL), (2, LARGE), (4, LARGE)]:
+        found = counts(tmp_path, stages, numbers, schedule=schedule, outputs="last")
+        assert all(each.bytes < LITTLE for each in found), (stages, numbers, found)
+
+
+def test_output_for_all_is_sent_to_all(tmp_path: Path) -> None:
+    *_, last = counts(tmp_path, 3, LARGE, outputs="all")
+
+    assert last.bytes > ROWS * LARGE * 8  # of float64
+
+
+def test_processes_are_connected_with_those_they_talk_to(tmp_path: Path) -> None:
+    """Neighbours in the pipeline, and in the tree, whose first process has all others below it."""
+    first, *others = counts(tmp_path, 6, SMALL, outputs="last")
+
+    assert first.connections <= 2 * 5  # of the pipeline, and of the Trainer
+    assert all(each.connections <= 2 * 3 for each in others)
