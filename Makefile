@@ -68,7 +68,7 @@ test-tools: $(READY)
 	$(BIN)/pytest $(PARALLEL) $(TOOLS)
 
 test-launches: $(READY)
-	$(BIN)/pytest -m launches tests/lightning
+	$(BIN)/pytest -m launches tests/lightning tests/promises tests/core
 
 test-integrations: .venv-integrations/.ready
 	.venv-integrations/bin/pytest tests/integrations
@@ -90,7 +90,7 @@ models: .venv-models/.ready
 
 soak: $(READY)
 	$(BIN)/pytest tests/promises/test_drawn_models.py tests/promises/test_drawn_fits.py \
-	    tests/promises/test_interrupts.py \
+	    tests/promises/test_drawn_fits_over_processes.py tests/promises/test_interrupts.py \
 	    tests/promises/test_random_faults.py tests/promises/test_processes.py::test_drawn_models \
 	    tests/promises/test_processes_that_fail.py tests/promises/test_killed_runs.py \
 	    tests/promises/test_drawn_endings.py \

@@ -10,7 +10,7 @@ import lightning.pytorch.callbacks as library
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
+from torch import Tensor, nn
 
 from tests.lightning.test_processes import checkpoint
 from tests.support.lightning_modules import Classifier, Data, six_layers, trainer
@@ -23,9 +23,22 @@ pytestmark = [
 ]
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer on one step, which keeps weak references to its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (rows, 8) to (rows, 8)."""
+        y: Tensor = self.rnn(x[:, None])[0]
+        return y[:, 0]
+
+
 def normed() -> Classifier:
     layers = six_layers()
-    layers[1], layers[3] = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+    layers[1], layers[3], layers[5] = nn.BatchNorm1d(8), nn.BatchNorm1d(8), Recurrent()
     return Classifier(layers=layers)
 
 

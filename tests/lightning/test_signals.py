@@ -143,8 +143,10 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step(
     assert not any(each.is_meta for each in saved["state_dict"].values())
 
 
-@pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize("place", ["step", "batch end", "validation"])
+@pytest.mark.parametrize(
+    "name, place",
+    [*((name, "step") for name in PLACES), ("pipeline", "batch end"), ("replicas", "validation")],
+)
 def test_error_is_told_before_callbacks_that_save_on_it(
     tmp_path: Path, name: str, place: str
 ) -> None:

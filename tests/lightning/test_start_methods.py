@@ -40,14 +40,10 @@ def notebook(method: str, file: Path) -> None:
     executed(path, file.parent)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     "run, method",
-    [
-        (script, "popen"),
-        pytest.param(script, "fork", marks=pytest.mark.launches),
-        pytest.param(script, "spawn", marks=pytest.mark.launches),
-        pytest.param(notebook, "fork", marks=pytest.mark.launches),
-    ],
+    [(script, "popen"), (script, "fork"), (script, "spawn"), (notebook, "fork")],
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_weights_are_those_of_one_device(

@@ -35,7 +35,7 @@ from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-FAULTS = 200 if settings().max_examples > 1000 else 5
+FAULTS = 200 if settings().max_examples > 1000 else 3
 LOST_AFTER = timedelta(seconds=3)
 BEAT = 0.25  # seconds between two heartbeats
 BOUND = 16  # beats from what happens to the end

@@ -39,7 +39,7 @@ SOAK = settings().max_examples > 1000
 Paths = pytest.TempPathFactory
 
 
-@settings(max_examples=1000 if SOAK else 12)
+@settings(max_examples=1000 if SOAK else 8)
 @given(fit=fits())
 def test_drawn_fits(fit: Fit, tmp_path_factory: Paths) -> None:
     compare(fit, tmp_path_factory, partial(run, fit, tmp_path_factory, plain=True))

@@ -1,11 +1,13 @@
-"""Same numbers: drawn LightningModules train over two processes as in a plain Trainer.
+"""Same numbers: drawn LightningModules train over processes as in a plain Trainer.
 
-For each schedule, with outputs for all processes or for the last stage only. The suite draws a few
+For each schedule, over two and four processes, with a process for each stage or for each machine,
+with replicas, with outputs for all processes or for the last stage only. The suite draws a few
 fits, always the same; `make soak` hundreds of new ones.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -24,48 +26,108 @@ pytestmark = [
 ]
 
 
-def fits_processes(fit: Fit, outputs: str) -> bool:
-    """Whether nothing refuses a fit of two processes, which a plain Trainer runs."""
+# The numbers of stages and devices with which each schedule runs.
+SIZES = {
+    2: {
+        "fill_drain": [(2, 2)],
+        "1f1b": [(2, 2), (4, 2)],
+        "zero_bubble": [(2, 2)],
+        "zero_bubble_v": [(4, 2)],
+    },
+    4: {"fill_drain": [(4, 4)], "1f1b": [(4, 4)], "zero_bubble": [(4, 4)]},
+}
+
+
+class Place(NamedTuple):
+    """Where a pipeline runs: its processes, how many devices it has, and on how many machines."""
+
+    processes: str
+    devices: int
+    machines: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return self.machines if self.processes == "per_node" else self.devices
+
+
+PLACES = [Place("per_stage", 2), Place("per_stage", 4), Place("per_node", 4, machines=2)]
+
+
+def has_processes(fit: Fit, outputs: str) -> bool:
+    """Whether nothing refuses a fit over processes, which a plain Trainer runs."""
     one = len(fit.model.parts) == 1 and fit.model.loss != "manual"
     averaged = any(name in SINGLE_STEPS for name in fit.callbacks)
-    return fit.devices == 2 and not averaged and (one or outputs == "all")
+    return not averaged and (one or outputs == "all")
 
 
 @st.composite
-def placed(draw: st.DrawFn) -> tuple[Fit, str]:
-    outputs = draw(st.sampled_from(["all", "last"]))
-    fit = draw(fits().filter(lambda fit: fits_processes(fit, outputs)))
-    return fit, outputs
+def placed(draw: st.DrawFn, places: Sequence[Place] = PLACES) -> tuple[Fit, Place, str]:
+    """A fit, where it runs, and which processes get the outputs."""
+    outputs, place = draw(st.sampled_from(["all", "last"])), draw(st.sampled_from(places))
+    drawn = fits(sizes=SIZES[place.devices]).filter(lambda fit: has_processes(fit, outputs))
+    return draw(drawn), place, outputs
 
 
-def run(fit: Fit, root: Path, options: dict[str, Any] | None) -> Any:
+def run(fit: Fit, root: Path, options: dict[str, Any] | None, machines: int = 1) -> Any:
     """The outcome of a fit, or its error."""
     root.mkdir(exist_ok=True)
     try:
-        return outcome(fit, root, plain=options is None, processes=options)
+        return outcome(fit, root, plain=options is None, processes=options, machines=machines)
     except (RankFailed, OutOfStep):
         raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-@settings(max_examples=300 if SOAK else 8)
+@settings(max_examples=300 if SOAK else 5)
 @given(drawn=placed())
 def test_drawn_fits(
-    two_ranks: Pool, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Fit, str]
+    two_ranks: Pool,
+    four_ranks: Pool,
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: tuple[Fit, Place, str],
 ) -> None:
-    (fit, outputs), root = drawn, tmp_path_factory.mktemp("fit")
+    (fit, place, outputs), root = drawn, tmp_path_factory.mktemp("fit")
+    options = {"processes": place.processes, "outputs": outputs}
     expected = run(fit, root / "plain", None)
 
-    found = two_ranks.run(run, fit, root / "both", {"processes": "per_stage", "outputs": outputs})
+    ranks = two_ranks if place.ranks == 2 else four_ranks
+    found = ranks.run(run, fit, root / "all", options, place.machines)
 
-    if isinstance(expected, str):
-        assert found == [expected] * 2
-        return
-    for rank, each in enumerate(found):
+    compare(fit, found, [expected] * place.ranks, outputs, firsts=[0])
+
+
+@settings(max_examples=150 if SOAK else 2)
+@given(drawn=placed([Place("per_stage", 2)]))
+def test_drawn_fits_of_replicas(
+    two_ranks: Pool,
+    four_ranks: Pool,
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: tuple[Fit, Place, str],
+) -> None:
+    """Two replicas over two processes each train as two in one process each."""
+    (fit, place, outputs), root = drawn, tmp_path_factory.mktemp("fit")
+    options: dict[str, Any] = {"replicas": 2, "ddp": {"find_unused_parameters": True}}
+    expected = two_ranks.run(run, fit, root / "single", options)
+
+    options |= {"processes": place.processes, "outputs": outputs}
+    found = four_ranks.run(run, fit, root / "all", options)
+
+    compare(fit, found, [expected[k // 2] for k in range(4)], outputs, firsts=[0, 2])
+
+
+def compare(
+    fit: Fit, found: Sequence[Any], expected: Sequence[Any], outputs: str, firsts: Sequence[int]
+) -> None:
+    """Compare what came of a fit in each process; the ``firsts`` have its outputs in any case."""
+    for rank, (each, other) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(other, str):
+            assert each == other
+            continue
         assert isinstance(each, Outcome), each
-        has_outputs = outputs == "all" or not rank
-        check(fit, values_in(each), alike(expected, each, has_outputs=has_outputs))
+        has_outputs = outputs == "all" or rank in firsts
+        check(fit, values_in(each), alike(other, each, has_outputs=has_outputs))
 
 
 def values_in(found: Outcome) -> Outcome:

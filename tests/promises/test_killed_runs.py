@@ -100,6 +100,7 @@ def killed(root: Path, victim: int, moment: Moment, every: int = 1) -> bool:
     return True
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_killed_run_ends_and_goes_on(tmp_path: Path, undisturbed: Undisturbed, seed: int) -> None:
     draw = random.Random(seed)

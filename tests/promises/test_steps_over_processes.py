@@ -213,18 +213,21 @@ def run_model(
     return come_of(seen, model)
 
 
+SCHEDULES = [
+    ("1f1b", 2, (0, 1), "never"),
+    ("zero_bubble", 4, (0, 1, 0, 1), "never"),
+    ("1f1b", 4, (1, 0), "always"),  # interleaved
+    ("1f1b", 4, (0, 1, 2, 3), "except_last"),
+    ("zero_bubble_v", 4, (0, 1), "never"),
+    ("1f1b", 4, (0, 0, 1, 1), "never"),
+]
+
+
 @pytest.mark.parametrize(
-    "schedule, stages, owners, mode",
-    [
-        ("1f1b", 2, (0, 1), "never"),
-        ("1f1b", 4, (0, 1, 2, 3), "except_last"),
-        ("1f1b", 4, (1, 0), "always"),  # interleaved
-        ("1f1b", 4, (0, 0, 1, 1), "never"),
-        ("zero_bubble", 4, (0, 1, 0, 1), "never"),
-        ("zero_bubble_v", 4, (0, 1), "never"),
-    ],
+    "name, schedule, stages, owners, mode",
+    # Each model with half of them, and each of them with half of the models.
+    [(name, *each) for k, name in enumerate(MODELS) for each in SCHEDULES[k % 2 :: 2]],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_models(
     four_ranks: Pool,
     name: str,

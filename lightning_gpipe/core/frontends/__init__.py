@@ -10,6 +10,7 @@ from lightning_gpipe.core.frontends.device_moves import (
     move_home,
     on_meta,
     place_all,
+    replaceable,
     with_index,
 )
 from lightning_gpipe.core.frontends.dispatched import remove_dispatch_hooks
@@ -38,5 +39,6 @@ __all__ = [
     "parameters_on_meta",
     "place_all",
     "remove_dispatch_hooks",
+    "replaceable",
     "with_index",
 ]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_gpipe.core.frontends import forget_values, on_meta
+from lightning_gpipe.core.frontends import forget_values, on_meta, replaceable
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
@@ -84,7 +84,8 @@ class Averages:
             averaged = copy.module if isinstance(copy, AveragedModel) else copy
             pairs = zip(_tensors(averaged), _tensors(model), strict=False)  # of a smaller model
             chosen = callback not in self._to_move
-            _move_beside((one, other) for one, other in pairs if other.is_meta or not chosen)
+            with replaceable(*averaged.modules()):
+                _move_beside((one, other) for one, other in pairs if other.is_meta or not chosen)
             if on_meta(model) and isinstance(copy, AveragedModel):
                 vars(copy)["state_dict"] = partial(self._state_of, copy)
 

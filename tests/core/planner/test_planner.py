@@ -105,8 +105,10 @@ def test_memory_by_kind() -> None:
     assert (first.sent, last.sent) == (16, 0)
 
 
-@pytest.mark.parametrize("schedule, split", [("fill_drain", False), ("auto", None)])
-@pytest.mark.parametrize("room", [0, 60, 1000])
+@pytest.mark.parametrize(
+    "schedule, split, room",
+    [*(("fill_drain", False, room) for room in (0, 60, 1000)), ("auto", None, 60)],
+)
 def test_fastest_of_all_is_found(schedule: Any, split: bool | None, room: int) -> None:
     costs = profile(3, 1, 2, 2, saved=7, held=50, fixed=0.7)
     places = [Place(memory=size + room) for size in (320, 340, 300)]

@@ -185,6 +185,7 @@ call_with_timeout(timedelta(seconds=0.2), wait, "no answer")
 """
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="threads cannot be stopped")
 def test_answer_that_comes_while_the_interpreter_ends() -> None:
     """Once it ended the process by SIGABRT: "terminate called without an active exception"."""
