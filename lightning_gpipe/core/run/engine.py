@@ -152,9 +152,10 @@ class Engine:
             For each micro-batch its output, joined of the values of the program's outputs, and with
             ``terms`` the loss terms of its layers in their order; both in the caller's graph.
         """
-        context = Context.capture(self.layout.devices_here)
+        equipment = self._equipment
+        context = Context.capture(equipment.layout.devices_here)
         minibatch = MiniBatch(
-            self._equipment,
+            equipment,
             schedule,
             program,
             context,
