@@ -3,13 +3,12 @@
 The task of ``cpu_pipeline``: equal transformer blocks in two balanced stages. Ours runs them as two
 threads of one process and as two processes, torch.distributed.pipelining as two processes; each
 worker has one intra-op thread, and nothing is recomputed. In every process of ours the user's code
-gets the whole output and computes the loss of the mini-batch, or under 1F1B of each micro-batch; in
-theirs the last stage computes a loss by micro-batch.
+gets the whole output and computes the loss of the mini-batch; in theirs the last stage computes a
+loss by micro-batch. Other schedules are beside theirs in ``schedules_over_processes``.
 
     python -m benchmarks.processes
 
-Throughput ours, processes / ScheduleGPipe (their time / ours) must be at least 1.0, and with 1F1B
-beside Schedule1F1B. A run in which
+Throughput ours, processes / ScheduleGPipe (their time / ours) must be at least 1.0. A run in which
 the plain module on one thread beats a pipeline does not count.
 
 For information: threads beside processes where operators are small. Threads of one process wait for
@@ -27,7 +26,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import Schedule1F1B
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -41,7 +39,6 @@ from benchmarks.models import transformer
 from lightning_gpipe.core.schedules import fill_drain
 
 THREADS, PROCESSES, THEIRS = "ours, threads", "ours, processes", "ScheduleGPipe, processes"
-ONE_F_ONE_B, THEIR_ONE_F_ONE_B = "ours, 1F1B in processes", "Schedule1F1B, processes"
 PLAIN = "plain, one thread"
 WIDTHS = (16, 32, 64, 128, 256)  # of narrow blocks
 NARROW, SHORT = 16, 32  # how many of them, and the tokens of a sequence
@@ -58,17 +55,11 @@ def main(argv: list[str] | None = None) -> None:
     with ExitStack() as stack:
         task, balance = transformer_task(given), halves(given)
         contestants = field(stack, task, given, balance, untimed=0)
-        contestants += one_forward_one_backward(stack, task, given, balance)
         agree(contestants)
         times = contest(contestants, rounds=given.rounds)
     report.times(times)
     report.target(
         f"throughput {PROCESSES} / {THEIRS}", ratio(times, THEIRS, PROCESSES), at_least=1.0
-    )
-    report.target(
-        f"throughput {ONE_F_ONE_B} / {THEIR_ONE_F_ONE_B}",
-        ratio(times, THEIR_ONE_F_ONE_B, ONE_F_ONE_B),
-        at_least=1.0,
     )
     report.target(f"throughput {PROCESSES} / {THREADS}", ratio(times, THREADS, PROCESSES))
     for name in (THREADS, PROCESSES, THEIRS):
@@ -166,29 +157,6 @@ def field(
             )
         ),
         stack.enter_context(pipelining(task, balance, chunks=m, untimed=untimed, name=THEIRS)),
-    ]
-
-
-def one_forward_one_backward(
-    stack: ExitStack, task: Task, given: Options, balance: list[int]
-) -> list[Contestant]:
-    """Ours and theirs with 1F1B, for the duration of a stack."""
-    m, owners = given.chunks, range(STAGES)
-    return [
-        stack.enter_context(
-            ours_in_processes(
-                task,
-                balance,
-                chunks=m,
-                mode="never",
-                owners=owners,
-                schedule="1f1b",
-                name=ONE_F_ONE_B,
-            )
-        ),
-        stack.enter_context(
-            pipelining(task, balance, chunks=m, schedule=Schedule1F1B, name=THEIR_ONE_F_ONE_B)
-        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Transparency: the examples train the same under each schedule.
+"""Transparency: the examples train the same under each schedule, and over processes.
 
 In float64, so that only the order of sums differs. The U-Net's batch norms normalise micro-batches,
 under fill-drain as under the others, so all are compared with fill-drain of the same micro-batches.
@@ -7,6 +7,7 @@ under fill-drain as under the others, so all are compared with fill-drain of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from examples.seq_classifier import Docstring, DocstringData, PackageClassifier
 from examples.unet_segmentation import DigitsData, UNet
 from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import trainer
+from tests.support.ranks import new_ranks
+from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -94,13 +97,17 @@ def curve(root: Path, name: str, options: Mapping[str, Any] | None) -> Tensor:
         given = {"activation_checkpointing": "never"} | dict(options)
         balance = four if given.pop("four", False) else two
         strategy = GPipeStrategy(balance, CHUNKS, **given)
+    devices = 1 if strategy == "auto" else 2
+    return losses(build, partial(trainer, root, strategy, devices=devices))
+
+
+def losses(build: Callable[[], Any], make_trainer: Callable[..., L.Trainer]) -> Tensor:
+    """The losses of some steps of a Trainer."""
     found = Curve()
     L.seed_everything(0, verbose=False)
     model, data = build()
     limits = {"max_steps": STEPS, "limit_val_batches": 0, "num_sanity_val_steps": 0}
-    devices = 1 if strategy == "auto" else 2
-    made = trainer(root, strategy, devices=devices, callbacks=[found], **limits)
-    made.fit(model.double(), data)
+    make_trainer(callbacks=[found], **limits).fit(model.double(), data)
     return torch.stack(found.losses)
 
 
@@ -116,3 +123,32 @@ def test_same_losses_under_each_schedule(
 
     assert len(expected) == STEPS and expected[-1] != expected[0]
     torch.testing.assert_close(found, dict.fromkeys(found, expected), rtol=1e-7, atol=0)
+
+
+def curve_over_processes(root: Path, name: str, outputs: str) -> Tensor:
+    """The losses of some steps under 1F1B, as one process of two knows them."""
+    seq_classifier.docstrings = some_docstrings  # in this process, which ends with the test
+    build, two, _ = EXAMPLES[name]
+    strategy = {
+        "chunks": CHUNKS,
+        "schedule": "1f1b",
+        "outputs": outputs,
+        "activation_checkpointing": "never",
+    }
+    return losses(build, partial(trainer_over, root, "per_stage", two, strategy))
+
+
+@pytest.mark.parametrize(
+    "name, outputs", [("characters", "last"), ("words", "all"), ("scans", "last")]
+)
+def test_same_losses_over_processes(
+    name: str, outputs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seq_classifier, "docstrings", some_docstrings)
+    expected = curve(tmp_path, name, {})
+
+    with new_ranks(2) as ranks:
+        found = ranks.run(curve_over_processes, tmp_path, name, outputs)
+
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=1e-7, atol=0)

@@ -1,0 +1,111 @@
+"""Claim: each schedule over processes is at least as fast as PyTorch's own of the same name.
+
+The task of ``cpu_pipeline``: equal transformer blocks in balanced stages. Ours and
+torch.distributed.pipelining run it as two and as four processes over Gloo, each with one intra-op
+thread, and nothing is recomputed. In every process of ours the user's code computes the loss, of
+the mini-batch for fill-drain and of each micro-batch for the others; theirs does so in the last
+stage.
+
+    python -m benchmarks.schedules_over_processes
+
+Throughput ours / theirs (their time / ours) must be at least 1.0. Where there are fewer cores than
+processes, these share them, and the ratio says who computes and sends less beside the layers.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleZBVZeroBubble
+
+from benchmarks.contestants.ours import ours_in_processes
+from benchmarks.contestants.pipelining import Schedule, pipelining
+from benchmarks.contestants.task import Task
+from benchmarks.cpu_pipeline import SIZES, transformer_task
+from benchmarks.harness import Contestant, Options, Report, agree, contest, options, ratio
+from lightning_gpipe.core.schedules import ByMicroBatch
+
+PROCESSES = (2, 4)
+
+
+class Pair(NamedTuple):
+    """A schedule of ours and theirs; ``folded`` has two stages in each process, as a V."""
+
+    name: str
+    ours: ByMicroBatch | None
+    theirs: Schedule
+    folded: bool = False
+
+
+PAIRS = (
+    Pair("fill-drain", None, ScheduleGPipe),
+    Pair("1F1B", "1f1b", Schedule1F1B),
+    Pair("zero bubble, V", "zero_bubble_v", ScheduleZBVZeroBubble, folded=True),
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    given = options("schedules_over_processes", __doc__, rounds=11, argv=argv, **SIZES)
+    title = f"One step of {given.blocks} transformer blocks over processes, m = {given.chunks}"
+    report, task = Report(given, title), transformer_task(given)
+    for processes in PROCESSES:
+        with ExitStack() as stack:
+            contestants = [
+                contestant
+                for pair in PAIRS
+                for contestant in beside(stack, task, given, pair, processes)
+            ]
+            agree(contestants)
+            times = contest(contestants, rounds=given.rounds)
+        report.times(times)
+        for pair in PAIRS:
+            mine, other = names(pair, processes)
+            report.target(f"throughput {mine} / theirs", ratio(times, other, mine), at_least=1.0)
+    report.publish()
+
+
+def names(pair: Pair, processes: int) -> tuple[str, str]:
+    """The names of ours and theirs, as the report has them."""
+    return (
+        f"ours, {pair.name}, {processes} processes",
+        f"{pair.theirs.__name__}, {processes} processes",
+    )
+
+
+def beside(
+    stack: ExitStack, task: Task, given: Options, pair: Pair, processes: int
+) -> list[Contestant]:
+    """Ours and theirs, for the duration of a stack."""
+    there, mine_and_theirs = list(range(processes)), names(pair, processes)
+    ranks = [*there, *reversed(there)] if pair.folded else there
+    balance = [given.blocks // len(ranks)] * len(ranks)
+    m = given.chunks
+    return [
+        stack.enter_context(
+            ours_in_processes(
+                task,
+                balance,
+                chunks=m,
+                mode="never",
+                owners=there,
+                schedule=pair.ours,
+                name=mine_and_theirs[0],
+            )
+        ),
+        stack.enter_context(
+            pipelining(
+                task,
+                balance,
+                chunks=m,
+                schedule=pair.theirs,
+                ranks=ranks,
+                name=mine_and_theirs[1],
+            )
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()
