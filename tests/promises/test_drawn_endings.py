@@ -1,7 +1,7 @@
-"""No hang: whatever one process of a Trainer does or suffers, all end; 5 draws, 200 in a soak.
+"""No hang: whatever one process of a Trainer does or suffers, all end; 3 draws, 200 in a soak.
 
-Drawn are the processes, the schedule, one of them, a place in its run, what happens there, and
-whether callbacks save on errors. It may raise, die, be stopped or told to stop, or do alone what
+Drawn are the processes, the schedule, who gets the outputs, one of them, a place in its run, what
+happens there, and whether callbacks save on errors. It may raise, die, be stopped or told to stop, or do alone what
 all do together. Each process that is left names the right one, and ends one second after
 ``lost_after`` at the latest. It counts them in beats of its own, which are as late on a busy
 machine as its heartbeats.
@@ -75,7 +75,7 @@ OF_PIPELINES: dict[str, Act] = {"run_the_model": run_the_model, "take_a_batch": 
 OF_REPLICAS: dict[str, Act] = {"reduce": reduce, "gather": gather}
 ACTS = ERRORS | LOSSES | TOLD | WAITS | OF_PIPELINES | OF_REPLICAS
 TOLD_OR_ENDED = {"SIGTERMException", "none"}
-SCHEDULES: list[ScheduleName] = ["fill_drain", "1f1b", "zero_bubble"]
+SCHEDULES: list[ScheduleName] = ["fill_drain", "1f1b", "zero_bubble", "zero_bubble_v"]
 # The processes of a pipeline, its balance, the pipelines, the devices, the processes.
 WORLDS: dict[str, Any] = {
     "two": ("per_stage", [2, 4], 1, 2, 2),
@@ -96,6 +96,7 @@ class Fault(NamedTuple):
         time: How often the run has come there.
         saves: Whether a callback saves on an error.
         schedule: The schedule.
+        outputs: Which processes get the outputs.
     """
 
     world: str
@@ -105,6 +106,7 @@ class Fault(NamedTuple):
     time: int
     saves: bool
     schedule: ScheduleName
+    outputs: str
 
 
 def drawn(seed: int) -> Fault:
@@ -126,7 +128,8 @@ def drawn(seed: int) -> Fault:
     place = draw.choice(places)
     times = 1 if place == "on_fit_start" else draw.choice([1, 2, 3])
     rank, saves = draw.randrange(WORLDS[world][-1]), draw.random() < 0.7
-    return Fault(world, rank, act, place, times, saves, draw.choice(SCHEDULES))
+    outputs = draw.choice(["all", "last"]) if WORLDS[world][0] == "per_stage" else "all"
+    return Fault(world, rank, act, place, times, saves, draw.choice(SCHEDULES), outputs)
 
 
 class Faulty(Callback):
@@ -198,7 +201,15 @@ def fit(root: Path, fault: Fault) -> tuple[str, int, int]:
     layers = six_layers()
     for k in (1, 3, 5):
         layers[k] = Layer(faulty)
-    strategy = {"lost_after": LOST_AFTER, "verify": False, "schedule": fault.schedule}
+    if fault.schedule == "zero_bubble_v":  # two stages on each device
+        stages = 2 * len(balance)
+        balance = [6 // stages + (k < 6 % stages) for k in range(stages)]
+    strategy = {
+        "lost_after": LOST_AFTER,
+        "verify": False,
+        "schedule": fault.schedule,
+        "outputs": fault.outputs,
+    }
     made = trainer_over(
         root,
         processes,
