@@ -1,9 +1,9 @@
 """No hang: whatever one process of a Trainer does or suffers, all end; 3 draws, 200 in a soak.
 
 Drawn are the processes, the schedule, who gets the outputs, one of them, a place in its run, what
-happens there, and whether callbacks save on errors. It may raise, die, be stopped or told to stop, or do alone what
-all do together. Each process that is left names the right one, and ends one second after
-``lost_after`` at the latest. It counts them in beats of its own, which are as late on a busy
+happens there, and whether callbacks save on errors. It may raise, die, be stopped or told to stop,
+or do alone what all do together. Each process that is left names the right one, and ends one second
+after ``lost_after`` at the latest. It counts them in beats of its own, which are as late on a busy
 machine as its heartbeats.
 """
 
