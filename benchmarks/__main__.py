@@ -82,7 +82,6 @@ KINDS = {
             Run("pretrained", 60),
             Run("rebalance", 60),
             Run("processes", 120),
-            Run("schedules_over_processes", 120),
             Run("bubble_audit", 120),
             Run("schedules", 120),
             Run("saved_bytes", 60),

@@ -9,7 +9,8 @@ stage.
     python -m benchmarks.schedules_over_processes
 
 Throughput ours / theirs (their time / ours) must be at least 1.0. Where there are fewer cores than
-processes, these share them, and the ratio says who computes and sends less beside the layers.
+processes, these share them, and the ratio says who computes and sends less beside the layers. It
+takes some ten minutes on two cores, so it is not one of those that `make bench` runs.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def beside(
                 mode="never",
                 owners=there,
                 schedule=pair.ours,
+                folded=pair.folded,
                 name=mine_and_theirs[0],
             )
         ),

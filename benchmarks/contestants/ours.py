@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from typing_extensions import override
 
-from benchmarks.contestants.processes import Orders, Role, in_processes
+from benchmarks.contestants.processes import Orders, Role, in_order_of_stages, in_processes
 from benchmarks.contestants.task import Task, stepping
 from benchmarks.harness import Contestant
 from lightning_gpipe import GPipe
@@ -79,6 +80,7 @@ class Rank(Role):
         balance, chunks, mode: Arguments of the pipeline.
         owners: The process of each worker.
         schedule: One with a loss for each micro-batch, or None.
+        folded: Whether each process has two stages, one of them on the way back.
         untimed, threads: See :class:`~benchmarks.contestants.processes.Role`.
     """
 
@@ -90,6 +92,7 @@ class Rank(Role):
     schedule: ByMicroBatch | None
     untimed: int
     threads: int
+    folded: bool = False
 
     @override
     def prepare(self, rank: int, world_size: int) -> Orders:
@@ -101,6 +104,7 @@ class Rank(Role):
             chunks=self.chunks,
             activation_checkpointing=self.mode,
             owners=self.owners,
+            folded=self.folded,
         )
         contestant = training(model, self.task, "", self.schedule, threads=None)
         parameters = list(model.parameters())
@@ -119,9 +123,15 @@ def ours_in_processes(
     untimed: int = 0,
     name: str,
     threads: int = 1,
+    folded: bool = False,
 ) -> Iterator[Contestant]:
     """A pipeline over several processes, for the duration of a ``with`` block."""
-    ranks = range(len(set(owners)))
-    roles = [Rank(task, balance, chunks, mode, owners, schedule, untimed, threads) for _ in ranks]
+    roles = [
+        Rank(task, balance, chunks, mode, owners, schedule, untimed, threads, folded)
+        for _ in {*owners}
+    ]
+    there = [*owners, *reversed(owners)] if folded else [*owners] * (len(balance) // len(owners))
+    ends = zip(balance, accumulate(balance), strict=True)
+    stages = [task.module[end - size : end] for size, end in ends]
     with in_processes(roles, name) as contestant:
-        yield contestant
+        yield in_order_of_stages(contestant, stages, there)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from typing_extensions import override
 
-from benchmarks.contestants.processes import Orders, Role, in_processes
+from benchmarks.contestants.processes import Orders, Role, in_order_of_stages, in_processes
 from benchmarks.contestants.task import Loss, Task
 from benchmarks.harness import Contestant
 
@@ -135,19 +135,8 @@ def pipelining(
         )
         for each in own
     ]
-    # The gradients come process by process.
-    counts = [len(list(each.module.parameters())) for each in stages]
-    begins = [sum(counts[:j]) for j in range(len(stages))]
-    came = [
-        begins[each.j] + k for part in parts for each in part.stages for k in range(counts[each.j])
-    ]
     with in_processes(parts, name) as contestant:
-
-        def gradients() -> list[Tensor]:
-            pairs = zip(came, contestant.gradients(), strict=True)
-            return [gradient for _, gradient in sorted(pairs, key=lambda pair: pair[0])]
-
-        yield replace(contestant, gradients=gradients)
+        yield in_order_of_stages(contestant, [each.module for each in stages], ranks)
 
 
 def _cut(task: Task, balance: Sequence[int], chunks: int) -> list[Slice]:

@@ -17,14 +17,17 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from itertools import accumulate
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness import Contestant
 
@@ -82,6 +85,28 @@ def in_processes(roles: Sequence[Role], name: str) -> Iterator[Contestant]:
             return [torch.from_numpy(gradient) for own in found for gradient in own]
 
         yield Contestant(name, step, gradients)
+
+
+def in_order_of_stages(
+    contestant: Contestant, stages: Sequence[nn.Module], ranks: Sequence[int]
+) -> Contestant:
+    """The contestant with gradients in the order of the stages; they come process by process.
+
+    Args:
+        contestant: The contestant.
+        stages: The stages.
+        ranks: The process of each.
+    """
+    counts = [len(list(stage.parameters())) for stage in stages]
+    begins = [0, *accumulate(counts)]
+    own = sorted(range(len(stages)), key=lambda j: ranks[j])  # each process's, in their order
+    came = [begins[j] + k for j in own for k in range(counts[j])]
+
+    def gradients() -> list[Tensor]:
+        pairs = zip(came, contestant.gradients(), strict=True)
+        return [gradient for _, gradient in sorted(pairs, key=itemgetter(0))]
+
+    return replace(contestant, gradients=gradients)
 
 
 class Processes:
