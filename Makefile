@@ -31,7 +31,7 @@ endif
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests of the package, those for GPUs on simulated ones"
-	@echo "             (about 7 minutes)"
+	@echo "             (about a quarter of an hour)"
 	@echo "make test-tools  the tests of the benchmarks, the notebook, and of what make mutate and"
 	@echo "             make test-lightning run (minutes)"
 	@echo "make test-launches  fits in scripts and notebooks that start their own processes, how these"

@@ -117,8 +117,9 @@ class Group:
             failure = self._failure(FAILURE_TIMEOUT)
             if failure is None:
                 raise
-            named = isinstance(failure, RankFailed)  # and otherwise says what each waits for
-            raise type(failure)(f"{failure}{f', while {what} was awaited' * named}") from error
+            if isinstance(failure, OutOfStep):  # it says what each process waits for
+                raise failure from error
+            raise RankFailed(f"{failure}, while {what} was awaited") from error
 
     def _compare(self, what: str) -> None:
         if self._is_same(what):

@@ -28,7 +28,7 @@ def test_drawn_models(case: Case) -> None:
     check(case)
 
 
-@settings(max_examples=settings().max_examples // 3)  # each runs two pipelines
+@settings(max_examples=settings().max_examples // 2)  # each runs two pipelines
 @given(case=cases(drawing_models()), mode=st.sampled_from(DRAWN_MODES), threads=st.booleans())
 def test_drawn_models_that_draw(case: Case, mode: ActivationCheckpointing, threads: bool) -> None:
     records = []
