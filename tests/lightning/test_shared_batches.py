@@ -203,7 +203,9 @@ def fit_seeded(root: Path, processes: str) -> Any:
         made = trainer(root, **options)
     else:
         made = trainer_over(root, processes, [2, 4], {}, **options)
-    made.fit(Classifier(), DataLoader(Drawn(), batch_size=3, num_workers=1))
+    # Forked, as a user's: a rank's own way would start another server, which imports all again.
+    workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    made.fit(Classifier(), DataLoader(Drawn(), batch_size=3, **workers))
     return seen.batches
 
 
