@@ -413,10 +413,28 @@ def test_value_that_is_kept_on_layers_after_some_steps(saved: bool, pipe: Pipe) 
     """Without this its gradient is written before the loop drops those of the last step."""
     model, plain = pair(pipe, scaled_layers())
     check(model, plain, lambda model, x: model(x).square().mean())
+    check(model, plain, conditioned(lambda model, x: 0.5))
     pipeline = model.layers
     assert isinstance(pipeline, GPipe)
     step = conditioned(of_a_condition if saved else lambda model, x: model.before.bias + 1)
     with pytest.raises(RuntimeError, match="second time" if saved else "must come from the loss"):
+        pipeline.by_micro_batch(lambda x: step(model, x), rows(7), around=model)
+
+
+@pytest.mark.parametrize(
+    "scale_of",
+    [lambda _, x: float(x.detach().mean()), lambda _, x: bool((x == rows(7)[0]).all(1).any())],
+    ids=["a number", "True, as others are"],
+)
+def test_value_of_a_micro_batch_that_is_kept_on_layers_after_some_steps(
+    scale_of: Any, pipe: Pipe
+) -> None:
+    model, plain = pair(pipe, scaled_layers())
+    check(model, plain, lambda model, x: model(x).square().mean())
+    pipeline = model.layers
+    assert isinstance(pipeline, GPipe)
+    step = conditioned(scale_of)
+    with pytest.raises(RuntimeError, match=r"got another layer 0\.scale for micro-batch 1"):
         pipeline.by_micro_batch(lambda x: step(model, x), rows(7), around=model)
 
 

@@ -1,19 +1,23 @@
-"""Values that the caller's code keeps on layers, while stages are at work on other micro-batches.
+"""Values that the caller's code leaves to layers, while stages work on other micro-batches.
 
 A module around the layers may compute the scale of one: ``block.scale = self.hyper(condition)``.
 With a loss for each micro-batch, the code has run for later ones when a stage runs the layer for an
 earlier one, and the layer finds the latest value. That is right if all micro-batches have the same.
+So it is with a context variable that the code sets: stages have the one of micro-batch 0.
 
 Layers set attributes, too, on other threads. So the places are found at the code's first call of a
-mini-batch, before any layer runs.
+mini-batch, before any layer runs. All that layers hold is searched in the first mini-batches only,
+which takes milliseconds for a hundred layers; later, attributes and buffers that are others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import Context, ContextVar
+from operator import is_
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe.core.data import equal
 from lightning_gpipe.core.layout import Holder, holders, within
@@ -21,18 +25,24 @@ from lightning_gpipe.core.run.stage import Stage
 
 _SEARCHES = 2  # the second, for what is set there once the model has run
 _LARGE = 64  # elements of containers, which are not searched
+_UNSET = object()
 
-_Place = tuple[dict[str, Any], str]  # the attributes of a module or an object, and one of the names
+# The attributes of a module or an object, and one of the names; or context variables, and one.
+_Place = tuple[Mapping[Any, Any], Any]
+_Slots = tuple[str, Mapping[str, Any]]  # the name of a module, and its attributes
 
 
 class ValuesOnLayers:
-    """Compares what the caller's code keeps on layers before it calls the pipeline."""
+    """Compares what the caller's code leaves to layers before it calls the pipeline."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
         self._searches = 0
         self._before: dict[str, list[Any]] = {}
+        self._slots: list[_Slots] = []  # of all modules, once they are not searched
+        self._held: list[Mapping[str, Any]] = []  # what they had before the code
         self._places: dict[str, _Place] = {}  # where the code keeps values, by name
+        self._variables: set[ContextVar[Any]] = set()  # that the code has set
         self._first: dict[str, list[Any]] = {}  # the values for micro-batch 0
 
     def begin(self) -> None:
@@ -40,26 +50,35 @@ class ValuesOnLayers:
         self._searches += 1
         if self._searches <= _SEARCHES:
             self._before = {name: _values(place) for name, place in self._all()}
+        else:
+            self._slots = self._slots or list(self._modules())
+            self._held = [dict(slots) for _, slots in self._slots]
 
-    def at_call(self, i: int) -> list[Tensor]:
-        """Return the tensors that the code for micro-batch ``i`` has kept on layers until its call.
+    def at_call(self, i: int, before: Context, variables: Context) -> list[Tensor]:
+        """Return the tensors that the code for micro-batch ``i`` has left to layers at its call.
+
+        Args:
+            i: The micro-batch.
+            before: The context variables before it.
+            variables: Those at its call.
 
         Raises:
             RuntimeError: If they have other values than those for micro-batch 0.
         """
-        for name, place in self._all() if self._before else ():
-            if list(map(id, _values(place))) != list(map(id, self._before.get(name, ()))):
-                self._places[name] = place
-        self._before = {}
+        if not i:
+            self._find_places()
         values = {name: _values(place) for name, place in self._places.items()}
+        self._variables |= {x for x, v in variables.items() if before.get(x, _UNSET) is not v}
+        for x in self._variables:
+            values[f"context variable {x.name!r}"] = _values((variables, x))
         if not i:
             self._first = values
         if (changed := self._changed(values)) is not None:
             raise RuntimeError(
-                "a value that training_step keeps on a layer must be the same for all "
-                f"micro-batches: got another {changed} for micro-batch {i} than for micro-batch "
-                "0, for which stages may be at work yet. Pass it to the layers with their "
-                "input, which goes with its micro-batch."
+                "a value that training_step keeps on a layer or in a context variable must be the "
+                f"same for all micro-batches: got another {changed} for micro-batch {i} than for "
+                "micro-batch 0, for which stages may be at work yet. Pass it to the layers with "
+                "their input, which goes with its micro-batch."
             )
         return [x for found in values.values() for x in found if isinstance(x, Tensor)]
 
@@ -76,25 +95,47 @@ class ValuesOnLayers:
 
     def end(self) -> None:
         """Drop the values of a mini-batch."""
-        self._before, self._first = {}, {}
+        self._before, self._first, self._variables = {}, {}, set()
+
+    def _find_places(self) -> None:
+        """Note where something is held now that was not there before the code."""
+        for name, place in self._all() if self._before else ():
+            if list(map(id, _values(place))) != list(map(id, self._before.get(name, ()))):
+                self._places[name] = place
+        for (path, slots), held in zip(self._slots, self._held, strict=False):
+            if len(slots) == len(held) and all(map(is_, slots.values(), held.values())):
+                continue
+            for name, value in slots.items():
+                if held.get(name, _UNSET) is not value:
+                    self._places[f"{path}.{name}"] = slots, name
+        self._before, self._held = {}, []
 
     def _changed(self, values: dict[str, list[Any]]) -> str | None:
         """Return the name of a value that is another than for micro-batch 0."""
         for name, found in values.items():
-            first = self._first[name]
+            first = self._first.get(name, [])
             if len(found) != len(first) or not all(map(_equal, found, first)):
                 return name
         return None
 
     def _all(self) -> Iterator[tuple[str, _Place]]:
+        for path, module in self._named_modules():
+            yield f"{path}.training", (vars(module), "training")
+            buffers: dict[str, Any] = module._buffers
+            for holder in (*holders([module]), Holder(module, "", buffers)):
+                for name in holder.held:
+                    yield f"{path}.{holder.prefix}{name}", (holder.slots, name)
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for stage in self._stages:
             for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True):
-                for path, module in layer.named_modules(prefix=title):
-                    yield f"{path}.training", (vars(module), "training")
-                    buffers: dict[str, Any] = module._buffers
-                    for holder in (*holders([module]), Holder(module, "", buffers)):
-                        for name in holder.held:
-                            yield f"{path}.{holder.prefix}{name}", (holder.slots, name)
+                yield from layer.named_modules(prefix=title)
+
+    def _modules(self) -> Iterator[_Slots]:
+        """Yield the attributes and the buffers of each module, with its name."""
+        for path, module in self._named_modules():
+            yield path, vars(module)
+            yield path, module._buffers
 
 
 def _values(place: _Place) -> list[Any]:

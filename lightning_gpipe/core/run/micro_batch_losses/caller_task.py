@@ -75,7 +75,7 @@ class CallerTask(RowTask):
         call = self._run(action, self._code.prepare, i) if i else self._first
         if call is None:
             raise call_missing(f"one for micro-batch 0, and none for micro-batch {i}")
-        if call[1:] != self._first[1:]:
+        if not call.alike(self._first):
             self._set_program(i, call.program, call.terms)
         for j in self._told:
             self._exchange.send(action._replace(j=j), FlatTree([]))

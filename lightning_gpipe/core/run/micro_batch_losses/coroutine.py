@@ -35,13 +35,18 @@ def greenlets() -> Any:
 
 
 class Coroutine:
-    """Runs a function on a stack of its own; its errors are raised where it was resumed."""
+    """Runs a function on a stack of its own; its errors are raised where it was resumed.
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    Args:
+        function: The function.
+        variables: The context variables in which it runs.
+    """
+
+    def __init__(self, function: Callable[[], Any], variables: contextvars.Context) -> None:
         self._function: Callable[[], Any] | None = function
         self._module = greenlets()
         self._greenlet = self._module.greenlet(self._run)
-        self._greenlet.gr_context = contextvars.copy_context()
+        self._greenlet.gr_context = variables
 
     @property
     def ended(self) -> bool:

@@ -175,15 +175,16 @@ class StepMiniBatch(MiniBatchRun):
         self.agreement.agree(first.program, self._code.m, self.flags, grad=True)
         self.begin_work(first.program, first.inputs, self._division, terms=first.terms)
         exchange = self._code.exchange = self.agreement.open(self.transport, 0)
+        # Layers find the context variables that the code has set before its call.
+        context = self._context._replace(variables=first.variables)
+        self.context = context.for_backward(recomputes=self.schedule.recomputes)
         self.begin_passes(generators, self.agreement.ties.values(exchange))
         home = self.equipment.home
         self.transfer = None if home is None else home.begin()
         self.begin_backward(generators)
         # On one thread the caller's row comes first anyway.
         told = () if self.inline or not layout.spread else layout.stages_here
-        tasks = self.tasks(
-            exchange, self._context.without_autocast(), self._context, told=bool(told)
-        )
+        tasks = self.tasks(exchange, context.without_autocast(), context, told=bool(told))
         self._code.trained = [p for each in self.passes for p in each.shadows.parameters]
         self._code.undisturbed = together([task.using for task in tasks])
         caller_task = CallerTask(
@@ -196,7 +197,7 @@ class StepMiniBatch(MiniBatchRun):
             told,
             self._end_losses,
         )
-        self.transport.run(exchange, tasks, caller_task)
+        first.variables.copy().run(self.transport.run, exchange, tasks, caller_task)
         if not self.agreement.gets_gradients:
             exchange.receive_end()
         end = successor(self.schedule.last_backwards[-1])

@@ -14,6 +14,7 @@ the pipeline, B needs a part of it again.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -66,11 +67,17 @@ class Call(NamedTuple):
     Attributes:
         program: The program of the stages.
         terms: Whether the code collects loss terms.
+        variables: Its context variables, in which the stages run.
     """
 
     inputs: FlatTree
     program: Program
     terms: bool
+    variables: contextvars.Context
+
+    def alike(self, other: Call) -> bool:
+        """Return whether stages run the same for another call."""
+        return (self.program, self.terms) == (other.program, other.terms)
 
 
 class _GraphBefore(NamedTuple):
@@ -147,7 +154,8 @@ class UserStep:
             )
         self._check_state()
         self._called.add(i)
-        presented: Presented = self._coroutines[i].suspend(Call(inputs, program, terms))
+        call = Call(inputs, program, terms, contextvars.copy_context())
+        presented: Presented = self._coroutines[i].suspend(call)
         outputs, handed_out = presented
         return outputs, [self.losses.weighted(i, term) for term in handed_out]
 
@@ -156,14 +164,17 @@ class UserStep:
         since = now()
         if not i:
             self._values.begin()
-        coroutine = self._coroutines[i] = Coroutine(partial(self._function, i))
+        variables = self._context.variables
+        coroutine = self._coroutines[i] = Coroutine(partial(self._function, i), variables.copy())
         call = self._resume(i)
         if coroutine.ended:
             self.results[i] = self._end(i, call)
             return None
         assert isinstance(call, Call), "it was suspended by its call"
         roots = [root_of(leaf) for leaf in call.inputs.leaves]
-        kept = map(root_of, self._values.at_call(i))  # which stages use, too
+        kept = map(
+            root_of, self._values.at_call(i, variables, call.variables)
+        )  # which stages use, too
         leaves, nodes = graph_behind([*roots, *kept])
         self._before[i] = _GraphBefore(roots, leaves, frozenset(nodes), since)
         return call

@@ -1,6 +1,7 @@
 """How often layers are searched; ``tests/promises/test_parameters_in_steps.py`` has the rest."""
 
 from collections.abc import Iterator
+from contextvars import copy_context
 
 from torch import nn
 
@@ -26,7 +27,8 @@ def test_search_in_the_first_mini_batches_only() -> None:
     for _ in range(5):
         values.begin()
         for i in range(3):
-            values.at_call(i)
+            values.at_call(i, copy_context(), copy_context())
         values.end()
 
-    assert stages.searches == 2 * 2  # before the code and at its first call, in two mini-batches
+    # Before the code and at its first call, in two mini-batches; then once for their attributes.
+    assert stages.searches == 2 * 2 + 1

@@ -1,5 +1,5 @@
 import sys
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 
 import pytest
@@ -19,7 +19,7 @@ def test_two_in_turns() -> None:
         said.append(coroutines[name].suspend(f"{name} waits"))
         return f"{name} ends"
 
-    coroutines = {name: Coroutine(partial(talk, name)) for name in "ab"}
+    coroutines = {name: Coroutine(partial(talk, name), copy_context()) for name in "ab"}
 
     assert [coroutines[name].resume() for name in "ab"] == ["a waits", "b waits"]
     assert not coroutines["a"].ended
@@ -32,7 +32,7 @@ def test_error_arrives_where_it_is_resumed() -> None:
     def fail() -> None:
         raise KeyError("this")
 
-    coroutine = Coroutine(fail)
+    coroutine = Coroutine(fail, copy_context())
     with pytest.raises(KeyError, match="this"):
         coroutine.resume()
     assert coroutine.ended
@@ -47,7 +47,7 @@ def test_closed_runs_its_finally_block() -> None:
         finally:
             ended.append(True)
 
-    coroutine = Coroutine(wait)
+    coroutine = Coroutine(wait, copy_context())
     coroutine.resume()
     coroutine.close()
 
@@ -56,7 +56,7 @@ def test_closed_runs_its_finally_block() -> None:
 
 
 def test_closed_before_it_began() -> None:
-    coroutine = Coroutine(lambda: pytest.fail("it must not run"))
+    coroutine = Coroutine(lambda: pytest.fail("it must not run"), copy_context())
     coroutine.close()
     assert coroutine.ended
 
@@ -70,7 +70,7 @@ def test_context_variables_are_its_own() -> None:
         return found
 
     variable.set("outside")
-    assert Coroutine(change).resume() == "outside"
+    assert Coroutine(change, copy_context()).resume() == "outside"
     assert variable.get() == "outside"
 
 
@@ -80,7 +80,7 @@ def test_greenlet_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "import_module", missing)
     with pytest.raises(ModuleNotFoundError, match="Run pip install greenlet, or"):
-        Coroutine(lambda: None)
+        Coroutine(lambda: None, copy_context())
 
 
 def test_module_that_greenlet_needs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_module_that_greenlet_needs_is_not_installed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module, "import_module", missing)
     with pytest.raises(ModuleNotFoundError, match="^No module named 'other'$"):
-        Coroutine(lambda: None)
+        Coroutine(lambda: None, copy_context())
 
 
 def greenlet_is_imported() -> list[bool]:
