@@ -2,13 +2,14 @@
 
 The steps are suspended and go on in turns, so the last call does not have the value of the batch.
 So the calls are collected, and combined as the step would have reduced its rows. A metric that is
-called returns the value of a micro-batch, which Lightning would log for the step. So a copy of it
-is updated beside it, from its initial state, and has the value of the batch.
+called returns the value of a micro-batch, which is logged for the step, or by the step. So a copy
+of it is updated beside it, from its initial state, and has the value of the batch.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -69,6 +70,9 @@ class CollectedLogs:
         for calls in self._calls.values():
             for of_micro_batches in calls:
                 arguments = _combined(of_micro_batches, outcome)
+                value = metrics.value([call["value"] for call in of_micro_batches.values()])
+                if value is not None:
+                    arguments["value"] = value
                 if arguments.get("on_step") is not False:
                     metrics.finish(arguments["value"])
                 self._log(**arguments)
@@ -79,11 +83,13 @@ class BatchMetrics:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Metric, Metric]] = {}  # by the id of the metric: it, its copy
-        self._called: set[int] = set()
+        self._called: Counter[int] = Counter()  # how often, by the same id
+        self._returned: dict[int, tuple[Tensor, int]] = {}  # by address: a value, of which metric
 
     def watched(self, modules: Iterable[nn.Module]) -> Manager:
         """Watch the calls of metrics in a ``with`` block."""
         self._called.clear()
+        self._returned.clear()
         metrics = [module for module in modules if isinstance(module, Metric)]
 
         def update(*call: Any) -> None:  # no method: a copy of a metric would copy what it is of
@@ -97,7 +103,20 @@ class BatchMetrics:
         if id(metric) in self._called:
             metric._forward_cache = self._copies[id(metric)][1].compute()
 
-    def _update(self, metric: Metric, args: Any, kwargs: Any, _: Any) -> None:
+    def value(self, values: Sequence[Any]) -> Any:
+        """Return the value of the batch, where calls of one metric returned those of micro-batches.
+
+        Returns:
+            None where ``values`` are others, or are not of all calls of the metric.
+        """
+        addresses = [x.data_ptr() for x in values if isinstance(x, Tensor)]
+        keys = {self._returned[x][1] if x in self._returned else None for x in addresses}
+        key = keys.pop() if len(keys) == 1 else None
+        if key is None or not len(addresses) == len(values) == self._called[key]:
+            return None
+        return self._copies[key][1].compute()
+
+    def _update(self, metric: Metric, args: Any, kwargs: Any, returned: Any) -> None:
         if in_layers():
             return
         key = id(metric)
@@ -105,9 +124,11 @@ class BatchMetrics:
             self._copies[key] = metric, _without_state(metric)
         copy = self._copies[key][1]
         if key not in self._called:
-            self._called.add(key)
             copy.reset()
+        self._called[key] += 1
         copy.update(*args, **kwargs)
+        if isinstance(returned, Tensor):
+            self._returned[returned.data_ptr()] = returned, key
 
 
 def _without_state(metric: Metric) -> Metric:

@@ -443,13 +443,17 @@ class Measuring(Classifier):
         metrics: Any = {"error": MeanSquaredError(squared=False), "angle": CosineSimilarity()}
         self.several = MetricCollection(metrics, prefix="of ")
         self.mean, self.every = MeanMetric(), CatMetric()
+        self.largest = MeanSquaredError(squared=False)
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         output = self(x)
         losses = F.cross_entropy(output, y, reduction="none")
-        self.several(output, output.detach().exp())
+        values = self.several(output, output.detach().exp())
+        largest = self.largest(output, output.detach().exp())
+        self.log_dict({f"value {name}": value for name, value in values.items()}, on_epoch=True)
+        self.log("largest", largest, reduce_fx="max", on_step=True, on_epoch=True)
         self.every(losses)
         self.mean(losses.exp())
         self.log_dict(self.several, on_step=True, on_epoch=True)
@@ -458,7 +462,10 @@ class Measuring(Classifier):
 
 
 def test_metrics_have_the_value_of_the_batch(tmp_path: Path) -> None:
-    """They had that of the last micro-batch, in what is logged for each step."""
+    """They had that of the last micro-batch, in what is logged for each step.
+
+    Values that they returned were averaged: a root of a mean, say, over micro-batches.
+    """
     records = Record(), Record()
     plain = trainer(tmp_path, callbacks=[records[0]], max_epochs=1)
     gpipe = trainer(tmp_path, callbacks=[records[1]], max_epochs=1, **piped())
