@@ -45,12 +45,7 @@ _GROUPS: dict[int, dist.ProcessGroup] = {}  # on a rank, by their sizes
 
 
 def group_of(size: int) -> dist.ProcessGroup:
-    """On a rank: the process group of the first ``size`` ranks, which all of these ask for.
-
-    It is made when they first do, for each group has a thread that wakes a hundred times a second.
-    """
-    if size not in _GROUPS:
-        _GROUPS[size] = dist.new_group(list(range(size)), use_local_synchronization=True)
+    """On a rank: the process group of the first ``size`` ranks."""
     return _GROUPS[size]
 
 
@@ -197,7 +192,7 @@ def _failed(result: Any) -> bool:
 
 
 def join_group(rank: int, size: int, store: str) -> None:
-    """Make this process a rank of a process group.
+    """Make this process a rank of a process group, and of those that :func:`group_of` has.
 
     Args:
         rank: Its number.
@@ -212,6 +207,8 @@ def join_group(rank: int, size: int, store: str) -> None:
         world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
     )
+    for k in range(1, size + 1):
+        _GROUPS[k] = dist.new_group(range(k))
 
 
 def _serve(rank: int, size: int, store: str, path: list[str], end: Connection) -> None:
