@@ -12,13 +12,16 @@
 # Those for GPUs run on simulated ones, in processes of their own; see tests/simcuda/README.md.
 
 PYTHON ?= python3
-# Two more than there are cores: some tests wait for processes most of the time.
-JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 2)")
+# One more than there are cores: some tests wait for processes most of the time. Each imports and
+# collects all tests, which takes half a minute.
+JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 TOOLS := tests/benchmarks tests/mutation tests/published tests/examples/test_quickstart.py
 TRAINER := tests/lightning tests/strategy tests/checkpoints tests/callbacks tests/commands tests/distributed
 PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
 export PYTHONUTF8 := 1
+# Tests start a hundred processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 READY := .venv/.ready
 BENCH := .venv-bench/bin/python

@@ -23,7 +23,10 @@ from tests.support.models import assert_same
 from tests.support.started import Drawing
 from tests.support.waiting import PATIENCE
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the ports are those in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the ports are those in /proc"),
+    pytest.mark.launches,
+]
 
 
 class Calling:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import equal
+from lightning_gpipe.core.data import PendingTensor, equal
 from lightning_gpipe.core.layout import Holder, holders, within
 from lightning_gpipe.core.run.stage import Stage
 
@@ -139,12 +139,13 @@ class ValuesOnLayers:
 
 
 def _values(place: _Place) -> list[Any]:
-    """The numbers and tensors in a place; none if it is empty."""
+    """The numbers and tensors in a place; none that has no value yet."""
     slots, name = place
     value = slots.get(name)
     if isinstance(value, bool | int | float | str):
         return [value]
-    return [item for item in within(value, largest=_LARGE) if isinstance(item, Tensor)]
+    tensors = [item for item in within(value, largest=_LARGE) if isinstance(item, Tensor)]
+    return [item for item in tensors if not isinstance(item, PendingTensor)]
 
 
 def _equal(one: Any, other: Any) -> bool:
