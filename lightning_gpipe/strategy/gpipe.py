@@ -448,7 +448,9 @@ class GPipeStrategy(ParallelStrategy):
             piped,
             verify=self.options.verified,
             in_wrapper=self._in_wrapper,
-            last=LastOutputs(module, piped.pipeline, changes) if processes.at_last else None,
+            last=LastOutputs(module, piped.pipeline, changes, processes.explain)
+            if processes.at_last
+            else None,
         )
         guard_logs(module, changes, split=processes.split)
         layout = piped.pipeline.layout

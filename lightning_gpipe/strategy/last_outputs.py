@@ -53,12 +53,19 @@ class LastOutputs:
         module: The LightningModule.
         pipeline: The pipeline in it.
         changes: Records the methods that are replaced until teardown.
+        explain: Raises why the network has failed in place of an error, if it is of that.
 
     Raises:
         ValueError: If the pipeline has several modules.
     """
 
-    def __init__(self, module: L.LightningModule, pipeline: GPipe, changes: Journal) -> None:
+    def __init__(
+        self,
+        module: L.LightningModule,
+        pipeline: GPipe,
+        changes: Journal,
+        explain: Callable[[BaseException], None],
+    ) -> None:
         if len(pipeline.piped_modules) > 1:
             paths = [piped.path for piped in pipeline.piped_modules]
             raise ValueError(
@@ -67,6 +74,7 @@ class LastOutputs:
             )
         self._module = module
         self._engine = pipeline.only.engine
+        self._explain = explain
         self._step: StepAtLast | None = None
         self._calls: list[tuple[str, Call]] = []  # of log in this step, by the module's path
         self._computes = False  # whether a metric is being computed for all
@@ -212,9 +220,18 @@ class LastOutputs:
         return compute() if alone or self._computes else self._first_ones(compute)
 
     def _first_ones(self, compute: Callable[[], Any]) -> Any:
+
+        def explained() -> Any:
+            # The others of this pipeline are told of what is raised here.
+            try:
+                return compute()
+            except Exception as error:
+                self._explain(error)
+                raise
+
         self._computes = True
         try:
-            return self._engine.everywhere(self._engine.layout.n - 1, compute)
+            return self._engine.everywhere(self._engine.layout.n - 1, explained)
         finally:
             self._computes = False
 

@@ -274,6 +274,17 @@ class Processes:
         if failure is not None and not isinstance(error, RankFailed):
             add_note(error, f"{failure}")
 
+    def explain(self, error: BaseException) -> None:
+        """Raise why the network has failed in place of ``error``, if it is of that.
+
+        Raises:
+            RankFailed, OutOfStep: The failure of another process that it comes of.
+        """
+        if self.groups is not None and is_broken_connection(error):
+            failure = self.groups.lifeline.failure(_BROKEN)
+            if failure is not None:
+                raise failure from error
+
     def leave(self) -> None:
         if self.groups is not None:
             self.groups.leave()

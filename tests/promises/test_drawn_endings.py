@@ -1,4 +1,4 @@
-"""No hang: whatever one process of a Trainer does or suffers, all end; 3 draws, 200 in a soak.
+"""No hang: whatever one process of a Trainer does or suffers, all end; 4 draws, 200 in a soak.
 
 Drawn are the processes, the schedule, who gets the outputs, one of them, a place in its run, what
 happens there, and whether callbacks save on errors. It may raise, die, be stopped or told to stop,
@@ -35,7 +35,8 @@ from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-FAULTS = 200 if settings().max_examples > 1000 else 3
+# In the suite the last one has failed: a metric over replicas met a process that was lost.
+SEEDS = range(200) if settings().max_examples > 1000 else (0, 1, 2, 25)
 LOST_AFTER = timedelta(seconds=3)
 BEAT = 0.25  # seconds between two heartbeats
 BOUND = 16  # beats from what happens to the end
@@ -270,7 +271,7 @@ def survive(root: Path, fault: Fault) -> tuple[list[str], int]:
     return wrong(fault, found), max(beats for _, _, beats in results.values())
 
 
-@pytest.mark.parametrize("seed", range(FAULTS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_all_processes_end_and_name_the_right_one(tmp_path: Path, seed: int) -> None:
     fault = drawn(seed)
 
