@@ -143,7 +143,7 @@ def _without_state(metric: Metric) -> Metric:
     return deepcopy(metric, tensors | {id(x): type(x)() for x in states if type(x) in (list, dict)})
 
 
-def _combined(calls: Mapping[int, Arguments], outcome: Outcome) -> Arguments:
+def _combined(calls: Mapping[int, Arguments], outcome: Outcome) -> dict[str, Any]:
     order = sorted(calls)
     last = calls[order[-1]]
     sizes: list[Any] = [calls[i].get("batch_size") for i in order]
