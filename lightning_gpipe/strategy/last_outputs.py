@@ -220,7 +220,6 @@ class LastOutputs:
         return compute() if alone or self._computes else self._first_ones(compute)
 
     def _first_ones(self, compute: Callable[[], Any]) -> Any:
-
         def explained() -> Any:
             # The others of this pipeline are told of what is raised here.
             try:

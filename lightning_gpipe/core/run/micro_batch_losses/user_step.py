@@ -172,10 +172,8 @@ class UserStep:
             return None
         assert isinstance(call, Call), "it was suspended by its call"
         roots = [root_of(leaf) for leaf in call.inputs.leaves]
-        kept = map(
-            root_of, self._values.at_call(i, variables, call.variables)
-        )  # which stages use, too
-        leaves, nodes = graph_behind([*roots, *kept])
+        kept = self._values.at_call(i, variables, call.variables)  # which stages use, too
+        leaves, nodes = graph_behind([*roots, *map(root_of, kept)])
         self._before[i] = _GraphBefore(roots, leaves, frozenset(nodes), since)
         return call
 
