@@ -121,7 +121,7 @@ class BatchMetrics:
             return
         key = id(metric)
         if key not in self._copies:
-            self._copies[key] = metric, _without_state(metric)
+            self._copies[key] = metric, _for_steps(metric)
         copy = self._copies[key][1]
         if key not in self._called:
             copy.reset()
@@ -131,8 +131,11 @@ class BatchMetrics:
             self._returned[returned.data_ptr()] = returned, key
 
 
-def _without_state(metric: Metric) -> Metric:
-    """Return a copy to be reset: a state may be large, or have a graph, which has no copies."""
+def _for_steps(metric: Metric) -> Metric:
+    """Return a copy to be reset, whose value is that of a step: of this replica, or of all.
+
+    Its state is not copied, since it may be large, or have a graph, which has no copies.
+    """
     states = [
         value
         for each in metric.modules()
@@ -140,7 +143,12 @@ def _without_state(metric: Metric) -> Metric:
         for value in (each._forward_cache, each._computed, *(vars(each)[s] for s in each._defaults))
     ]
     tensors = {id(x): x.detach() for x in states if isinstance(x, Tensor)}
-    return deepcopy(metric, tensors | {id(x): type(x)() for x in states if type(x) in (list, dict)})
+    empty = {id(x): type(x)() for x in states if type(x) in (list, dict)}
+    copy = deepcopy(metric, tensors | empty)
+    for each in copy.modules():
+        if isinstance(each, Metric):
+            each._to_sync = each.dist_sync_on_step
+    return copy
 
 
 def _combined(calls: Mapping[int, Arguments], outcome: Outcome) -> dict[str, Any]:

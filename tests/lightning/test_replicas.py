@@ -215,6 +215,49 @@ def test_fit(
     assert_close(one["optimizer_states"], other["optimizer_states"])
 
 
+class Summing(Classifier):
+    """Logs the sum of a column with metrics, of which one is of all replicas in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.all = SumMetric(), SumMetric(dist_sync_on_step=True)
+        self.returned = SumMetric()
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for metric in (self.own, self.all):
+            metric(batch[0][:, 0])
+        self.log_dict({"own": self.own, "all": self.all}, on_step=True, on_epoch=True)
+        self.log("returned", self.returned(batch[0][:, 0]), reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        logged = self.trainer.callback_metrics
+        self.seen.append([float(logged[name]) for name in ("own_step", "all_step", "returned")])
+
+
+def fit_summing(root: Path, schedule: str) -> dict[str, Any]:
+    model = Summing()
+    strategy = {"replicas": 2, "schedule": schedule}
+    made = trainer_over(root, "single", [2, 4], strategy, (4, 1), max_epochs=1)
+    made.fit(model, datamodule=Halves(2))
+    return {"seen": model.seen, "epoch": float(made.callback_metrics["own_epoch"])}
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_step_values_of_metrics(tmp_path: Path, two_ranks: Pool, schedule: str) -> None:
+    found = two_ranks.run(fit_summing, tmp_path, schedule)
+
+    column = torch.stack([row[0][0] for row in rows(20, seed=1)])  # type: ignore[arg-type]
+    for rank, each in enumerate(found):
+        own = [float(x.sum()) for x in column[rank::2].split(4)]
+        both = [float(x.sum()) for x in column.split(8)]
+        expected = [[a, b, a] for a, b in zip(own, both, strict=True)]
+        # A SumMetric adds in single precision.
+        torch.testing.assert_close(torch.tensor(each["seen"]), torch.tensor(expected))
+        assert each["epoch"] == pytest.approx(float(column.sum()), rel=1e-5)
+
+
 # What each process is told.
 
 
