@@ -248,7 +248,7 @@ def fit_summing(root: Path, schedule: str) -> dict[str, Any]:
 def test_step_values_of_metrics(tmp_path: Path, two_ranks: Pool, schedule: str) -> None:
     found = two_ranks.run(fit_summing, tmp_path, schedule)
 
-    column = torch.stack([row[0][0] for row in rows(20, seed=1)])  # type: ignore[arg-type]
+    column = rows(20, seed=1).tensors[0][:, 0]
     for rank, each in enumerate(found):
         own = [float(x.sum()) for x in column[rank::2].split(4)]
         both = [float(x.sum()) for x in column.split(8)]

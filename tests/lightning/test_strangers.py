@@ -76,8 +76,14 @@ def come_in_place_of_rank_1(port: int, stop: Event) -> None:
     """Write into the store what this package would; only the token is not known."""
     barrier = "lightning_gpipe/start/0-1"
     place = f"{barrier}/0/name"
+    # Refused, a store would wait for a part of its timeout, in which the processes may have met.
+    while not stop.is_set():
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        time.sleep(0.02)
     with suppress(DistError):  # the store ends with the fit
-        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5 * PATIENCE), False)
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=PATIENCE), False)
         while not stop.wait(0.02):
             if store.check([place]):
                 name = store.get(place).decode().split(" ")[-1]
