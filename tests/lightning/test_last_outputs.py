@@ -6,6 +6,7 @@ That is what ``last_outputs`` does, and ``step_at_last`` below it.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +244,9 @@ REFUSED = {
 }
 
 
-def refused(root: Path, kind: type[Classifier]) -> str:
-    made = trainer_over(root, "per_stage", [3, 3], {"outputs": "last"}, max_epochs=1)
+def refused(root: Path, kind: type[Classifier], schedule: str = "fill_drain") -> str:
+    strategy = {"outputs": "last", "schedule": schedule, "chunks": 2}
+    made = trainer_over(root, "per_stage", [3, 3], strategy, max_epochs=1)
     return said(lambda: made.fit(kind(), datamodule=Data()))
 
 
@@ -254,6 +256,36 @@ def test_steps_that_are_refused(tmp_path: Path, two_ranks: Pool, kind: type[Clas
 
     assert REFUSED[kind] in first and REFUSED[kind] in second
     assert second.startswith("RankFailed") == (kind is not Manual)
+
+
+class Drawing(Classifier):
+    """Draws before its call, and after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        output = self(x * random.random())
+        return F.cross_entropy(output, y) * random.random()
+
+
+class DrawingBefore(Drawing):
+    """Draws before its call only, which all processes do for all micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return Classifier.training_step(self, [batch[0] * random.random(), batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize("kind, schedule", [(Drawing, "fill_drain"), (DrawingBefore, "1f1b")])
+def test_draws_from_python(
+    tmp_path: Path, two_ranks: Pool, kind: type[Classifier], schedule: str
+) -> None:
+    assert two_ranks.run(refused, tmp_path, kind, schedule) == ["none", "none"]
+
+
+def test_draws_from_python_on_both_sides_of_calls_for_micro_batches(
+    tmp_path: Path, two_ranks: Pool
+) -> None:
+    for error in two_ranks.run(refused, tmp_path, Drawing, "1f1b"):
+        assert "got draws from random on both sides" in error
 
 
 class Two(Classifier):

@@ -59,11 +59,13 @@ class StepMiniBatch(MiniBatchRun):
         self._outside = outside
         self._context = context
         self.by_caller = code.is_current
+        layout = equipment.layout
+        code.ends_elsewhere = bool(label.at_last) and not (layout.first_here and layout.last_here)
         self._division = division
         self._pairs: list[Pair] = []  # of the stages here, once their backwards have ended
         self._total: Total | None = None
         # The code draws where its thread is, and on the device of what is around the stages.
-        self.shared = self.shared and self.shared | {equipment.layout.outside}
+        self.shared = self.shared and self.shared | {layout.outside}
         self.choose_transport(context.modes)
         self.begin_timeline(caller=True)
 

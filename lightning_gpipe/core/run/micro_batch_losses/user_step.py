@@ -24,9 +24,11 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, Term, map_tensors
 from lightning_gpipe.core.faithful import (
+    LIBRARIES,
     NOTHING,
     Context,
     Manager,
+    RandomState,
     ThreadState,
     add_note,
     together,
@@ -56,7 +58,12 @@ _THROUGH_PIPELINE = (
     "only through the pipeline. For a gradient penalty or a Jacobian, run the layers one by one: "
     "for layer in self.layers: x = layer(x)."
 )
-
+_DRAWN_TWICE = (
+    "a step must draw from Python's and NumPy's generators before its call of the pipeline or "
+    "after it, if only the last stage gets the output of each micro-batch: got draws from {} on "
+    "both sides. Other processes run it up to the call only, for one micro-batch after another, "
+    "and would draw other numbers. Use torch.rand on one side, or write outputs='all'."
+)
 
 Presented = tuple[FlatTree, list[Term]]  # the outputs of a call, and the loss terms of its layers
 
@@ -95,6 +102,7 @@ class UserStep:
     Attributes:
         results: Its result for each micro-batch, detached.
         drawing: Makes the context manager in which it draws random numbers for a micro-batch.
+        ends_elsewhere: Whether other processes run it up to its calls only.
         watched: Makes context managers around it, which record its draws.
         running: The micro-batch for which it runs now; None while it is suspended.
         undisturbed: A ``with`` block in which no worker uses the modules.
@@ -122,6 +130,8 @@ class UserStep:
         self._values = values
         self.drawing: Callable[[int], Manager] | None = None
         self.watched: Callable[[], list[Manager]] = list
+        self.ends_elsewhere = False
+        self._drawn: tuple[set[str], set[str]] = set(), set()  # from where, before and after calls
         self._managers: dict[int, Manager] = {}
         self._coroutines: dict[int, Coroutine] = {}
         self._called: set[int] = set()
@@ -248,13 +258,20 @@ class UserStep:
         self._before.clear()  # the user may keep the error, and with it this
 
     def _resume(self, i: int, value: Any = None) -> Any:
-        with together([*self.watched(), self._context.entered(), *self._own(i)]):
+        watched = self.watched()
+        drawn = self._drawn[i in self._called]
+        libraries = RandomState.of(LIBRARIES if watched and self.ends_elsewhere else ())
+        with together([*watched, self._context.entered(), *self._own(i)]):
             self._state = ThreadState.capture()
             self.running = i
             try:
-                return self._coroutines[i].resume(value)
+                result = self._coroutines[i].resume(value)
             finally:
                 self.running = None
+        drawn.update(libraries.differences())
+        if both := sorted(set.intersection(*self._drawn)):
+            raise RuntimeError(_DRAWN_TWICE.format(" and ".join(both)))
+        return result
 
     def _end(self, i: int, result: Any) -> Any:
         """Return the result of a micro-batch, whose code has ended, without its graph."""
