@@ -2,9 +2,8 @@
 
 The task of ``cpu_pipeline``: equal transformer blocks in balanced stages. Ours and
 torch.distributed.pipelining run it as two and as four processes over Gloo, each with one intra-op
-thread, and nothing is recomputed. In every process of ours the user's code computes the loss, of
-the mini-batch for fill-drain and of each micro-batch for the others; theirs does so in the last
-stage.
+thread, and nothing is recomputed. The process of the last stage gets the outputs and computes the
+loss (``outputs="last"``), of the mini-batch for fill-drain and of each micro-batch for the others.
 
     python -m benchmarks.schedules_over_processes
 
@@ -93,6 +92,7 @@ def beside(
                 owners=there,
                 schedule=pair.ours,
                 folded=pair.folded,
+                at_last=True,
                 name=mine_and_theirs[0],
             )
         ),

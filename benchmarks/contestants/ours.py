@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.contestants.processes import Orders, Role, in_order_of_stages, in_processes
@@ -16,6 +17,7 @@ from benchmarks.contestants.task import Task, stepping
 from benchmarks.harness import Contestant
 from lightning_gpipe import GPipe
 from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
+from lightning_gpipe.core.transport import OutputElsewhere
 
 
 @contextmanager
@@ -54,21 +56,26 @@ def training(
 ) -> Contestant:
     """Steps of a pipeline; with a ``schedule`` the loss is that of each micro-batch."""
     parameters = list(model.parameters())
-    if schedule is None:
-        return task.contestant(name, model, parameters, threads=threads)
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
-        loss = model.by_micro_batch(
-            lambda batch: task.loss(model(batch[0]), batch[1]),
-            (task.x, task.target),
-            schedule=schedule,
-        ).loss
-        assert loss is not None, "every micro-batch has one"
-        loss.backward()
+        loss_of(model, task, schedule).backward()
 
     return stepping(name, step, parameters, threads=threads)
+
+
+def loss_of(model: GPipe, task: Task, schedule: ByMicroBatch | None) -> Tensor:
+    """The loss of the mini-batch; with a ``schedule`` its backwards have run already."""
+    if schedule is None:
+        return task.loss(model(task.x), task.target)
+    loss = model.by_micro_batch(
+        lambda batch: task.loss(model(batch[0]), batch[1]),
+        (task.x, task.target),
+        schedule=schedule,
+    ).loss
+    assert loss is not None, "every micro-batch has one"
+    return loss
 
 
 @dataclass
@@ -81,6 +88,7 @@ class Rank(Role):
         owners: The process of each worker.
         schedule: One with a loss for each micro-batch, or None.
         folded: Whether each process has two stages, one of them on the way back.
+        at_last: Whether only the process of the last stage gets the outputs, and computes losses.
         untimed, threads: See :class:`~benchmarks.contestants.processes.Role`.
     """
 
@@ -93,6 +101,7 @@ class Rank(Role):
     untimed: int
     threads: int
     folded: bool = False
+    at_last: bool = False
 
     @override
     def prepare(self, rank: int, world_size: int) -> Orders:
@@ -108,7 +117,18 @@ class Rank(Role):
         )
         contestant = training(model, self.task, "", self.schedule, threads=None)
         parameters = list(model.parameters())
-        return Orders(contestant.step, lambda: [p.grad for p in parameters if p.grad is not None])
+
+        def step_at_last() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            with model.only.engine.outputs_at_last() as step, suppress(OutputElsewhere):
+                loss = loss_of(model, self.task, self.schedule)
+            ended = loss if step.here else step.zero
+            assert ended is not None, "a backward runs in each process"
+            ended.backward()
+
+        step = step_at_last if self.at_last else contestant.step
+        return Orders(step, lambda: [p.grad for p in parameters if p.grad is not None])
 
 
 @contextmanager
@@ -124,10 +144,11 @@ def ours_in_processes(
     name: str,
     threads: int = 1,
     folded: bool = False,
+    at_last: bool = False,
 ) -> Iterator[Contestant]:
     """A pipeline over several processes, for the duration of a ``with`` block."""
     roles = [
-        Rank(task, balance, chunks, mode, owners, schedule, untimed, threads, folded)
+        Rank(task, balance, chunks, mode, owners, schedule, untimed, threads, folded, at_last)
         for _ in {*owners}
     ]
     there = [*owners, *reversed(owners)] if folded else [*owners] * (len(balance) // len(owners))

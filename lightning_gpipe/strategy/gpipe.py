@@ -273,7 +273,8 @@ class GPipeStrategy(ParallelStrategy):
         """Let replicas average the gradients of the present parameters on their devices."""
         self.model = self._root  # the old wrapper goes first
         assert self._piped is not None, "it is set up"
-        self.model = self._replicas.wrapped(self._root, self._piped.around())
+        with self._replicas.in_step():
+            self.model = self._replicas.wrapped(self._root, self._piped.around())
 
     def grad_norm(
         self, module: nn.Module, norm_type: float = 2.0, group_separator: str = "/"
@@ -429,7 +430,7 @@ class GPipeStrategy(ParallelStrategy):
         self.model_to_device()
         self._checkpoints.load_part(module)
         if self.is_distributed:
-            self.model = self._replicas.wrapped(module, piped.around())
+            self._wrap()
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
             self.setup_optimizers(trainer)
