@@ -29,6 +29,7 @@ from lightning_gpipe.distributed.gradient_averages import GradientAverages, own_
 from lightning_gpipe.distributed.gradients import SameParameters, gradient_norms
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
+from lightning_gpipe.distributed.optimizer_shards import OptimizerShards
 from lightning_gpipe.distributed.rendezvous import start_together
 from lightning_gpipe.distributed.shared_batches import SharedLoader, unshare
 
@@ -38,6 +39,7 @@ __all__ = [
     "GradientAverages",
     "Group",
     "Mode",
+    "OptimizerShards",
     "ProcessGroups",
     "SameParameters",
     "Scripts",

@@ -45,22 +45,31 @@ def own_state(module: nn.Module, group: Group, elsewhere: Collection[str]) -> di
 
 
 def whole_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], group: Group
+    optimizer: Optimizer, state: Mapping[str, Any], group: Group, place: int
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with the states of all processes; empty but in the first."""
     own = state["state"]
-    parts = group.gather({k: own[k] for k in own_optimizer_keys(optimizer, own, group)})
+    parts = group.gather({k: own[k] for k in own_optimizer_keys(optimizer, own, group, place)})
     if not parts:
         return {}
     whole = {k: value for part in parts for k, value in part.items()}
     return {**state, "state": {k: whole[k] for k in sorted(whole, key=_order)}}
 
 
-def own_optimizer_keys(optimizer: Optimizer, own: Mapping[Any, Any], group: Group) -> list[Any]:
-    """Return the keys of the part of an optimizer's ``own`` state that this process saves."""
+def own_optimizer_keys(
+    optimizer: Optimizer, own: Mapping[Any, Any], group: Group, place: int
+) -> list[Any]:
+    """Return the keys of the part of an optimizer's ``own`` state that this process saves.
+
+    Args:
+        optimizer: The optimizer.
+        own: The states that this process has.
+        group: The processes of a pipeline, or of all replicas if these have different states.
+        place: The place of this process in its pipeline.
+    """
     parameters = [each for one in optimizer.param_groups for each in one["params"]]
     missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
-    if group.rank == 0:
+    if place == 0:
         return [key for key in own if key not in missing]
     return [k for k in missing if k in own and not parameters[k].is_meta]
 

@@ -80,15 +80,17 @@ class Checkpoints:
         return state_of(module, group, self._processes.elsewhere)
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if not self._processes.meet_to_save("the state of an optimizer"):
+        processes = self._processes
+        saves = processes.meet_to_save("the state of an optimizer")
+        if not saves and processes.options.sharding is None:
             return {}
-        group = self._processes.pipeline_group
+        group, place = processes.optimizer_group, processes.place_in_pipeline
         if not self._sharded:
-            return state if group is None else whole_optimizer_state(optimizer, state, group)
+            return state if group is None else whole_optimizer_state(optimizer, state, group, place)
         if group is None:
             own = list(state["state"])
             return optimizer_part(state, own, first=True, some=bool(own))
-        own = own_optimizer_keys(optimizer, state["state"], group)
+        own = own_optimizer_keys(optimizer, state["state"], group, place)
         some = group.decide(bool(own), all=False)
         return optimizer_part(state, own, first=group.rank == 0, some=some)
 
@@ -111,12 +113,12 @@ class Checkpoints:
                 f"to a folder of this machine: got storage_options={storage_options!r}."
             )
         processes = self._processes
-        first, group = processes.global_rank == 0, processes.pipeline_group
+        first, group = processes.global_rank == 0, processes.optimizer_group
         folder = Path(processes.broadcast(str(path)))
         if first:
             make_room(folder)
         processes.meet("come to save a checkpoint")
-        if processes.replica:
+        if processes.replica and processes.options.sharding is None:
             return
         parts = {name: checkpoint.pop(name) for name in _IN_PARTS if name in checkpoint}
         whole = {**on_cpu(checkpoint), **parts}

@@ -149,6 +149,8 @@ class GPipeStrategy(ParallelStrategy):
             equally many devices; DistributedDataParallel averages their gradients. With
             ``processes="single"`` each is a process.
         ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
+        sharding: What is divided among replicas, of which each has whole copies otherwise:
+            ``"optimizer"`` for the states of the optimizers.
         save_distributed_checkpoint: Whether a checkpoint is a folder, to which each process writes
             its part with torch.distributed.checkpoint, instead of a single file. Either kind is
             loaded, whatever this is.
@@ -191,6 +193,7 @@ class GPipeStrategy(ParallelStrategy):
         start_method: StartMethod = "popen",
         replicas: int = 1,
         ddp: dict[str, Any] | None = None,
+        sharding: Literal["optimizer"] | None = None,
         save_distributed_checkpoint: bool = False,
     ) -> None:
         self.options = StrategyOptions.of(locals())
@@ -436,7 +439,8 @@ class GPipeStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
-        check_fit(callbacks, self.optimizers, split=processes.split)
+        sharded = self.options.sharding is not None
+        check_fit(callbacks, self.optimizers, split=processes.split, sharded=sharded)
         self._tries_sizes = any(isinstance(each, BatchSizeFinder) for each in callbacks)
         if self.options.save_distributed_checkpoint:
             refuse_in_parts(callbacks, self.checkpoint_io)
@@ -444,6 +448,7 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(self.precision_plugin, piped)
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
+        self._replicas.divide(self.optimizers)
         self._steps = UserSteps(
             module,
             piped,
@@ -634,6 +639,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(self.optimizers, checkpoint)
+        self._replicas.drop_states(self.optimizers)
 
     # Teardown.
 

@@ -62,6 +62,7 @@ class StrategyOptions:
     start_method: StartMethod
     replicas: int
     ddp: dict[str, Any] | None
+    sharding: Literal["optimizer"] | None
     save_distributed_checkpoint: bool
 
     @classmethod
@@ -141,7 +142,13 @@ class StrategyOptions:
             if value not in words:
                 known = ", ".join(map(repr, words))
                 raise ValueError(f"{name} must be one of {known}: got {value!r}.")
-
+        if self.sharding not in (None, "optimizer"):
+            raise ValueError(f"sharding must be None or 'optimizer': got {self.sharding!r}.")
+        if self.sharding is not None and replicas == 1:
+            raise ValueError(
+                f"sharding={self.sharding!r} divides states among replicas: got replicas=1. Leave "
+                "it out, or write replicas=2 or more."
+            )
         if self.outputs == "last" and self.processes == "single":
             raise ValueError(
                 "outputs='last' is for a pipeline of several processes: got processes='single'. "

@@ -140,6 +140,11 @@ class Processes:
         return self.arrangement.replica_of(self.global_rank)
 
     @property
+    def place_in_pipeline(self) -> int:
+        """The number of this process among those of its pipeline."""
+        return self.global_rank % self.arrangement.in_each_pipeline
+
+    @property
     def own_devices(self) -> list[torch.device]:
         return list(self.arrangement.of_process(self.devices, self.local_rank))
 
@@ -296,6 +301,13 @@ class Processes:
     def pipeline_group(self) -> Group | None:
         """The processes of this pipeline, once they are connected, if it has several."""
         return None if self.groups is None else self.groups.pipeline
+
+    @property
+    def optimizer_group(self) -> Group | None:
+        """The processes that have different states of optimizers, if there are several."""
+        if self.groups is None or self.options.sharding is None:
+            return self.pipeline_group
+        return self.groups.everyone
 
     def meet(self, purpose: str) -> None:
         """Wait until all processes have come to ``purpose``, as a message may say."""

@@ -88,7 +88,11 @@ def check_synchronised(layer_sync: LayerSync | None, options: StrategyOptions) -
 
 
 def check_fit(
-    callbacks: Sequence[Callback], optimizers: Sequence[Optimizer], *, split: bool
+    callbacks: Sequence[Callback],
+    optimizers: Sequence[Optimizer],
+    *,
+    split: bool,
+    sharded: bool = False,
 ) -> None:
     """Refuse callbacks and optimizers that a pipeline, or one over processes, cannot honour."""
     for callback in callbacks:
@@ -97,6 +101,7 @@ def check_fit(
         _refuse_global_pruning(callback)
     for optimizer in optimizers:
         devices = _devices_of(p for group in optimizer.param_groups for p in group["params"])
+        devices = [*devices, *["replicas that share its states"] * sharded]
         if isinstance(optimizer, LBFGS) and (split or len(devices) > 1):
             raise ValueError(
                 "LBFGS joins the gradients of all parameters in one vector, so they must be on one "

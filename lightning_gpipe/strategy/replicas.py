@@ -8,7 +8,7 @@ or gathered is so over replicas, each process with those that have its place in 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -23,6 +23,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_gpipe.core.faithful import (
@@ -40,6 +41,7 @@ from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed import (
     GradientAverages,
     Group,
+    OptimizerShards,
     SameParameters,
     WorldSizeCalls,
     bucket_bytes,
@@ -84,6 +86,7 @@ class Replicas:
         self._buffers_of: nn.Module | None = None  # the module, if it has no wrapper
         self._synchronised = True  # whether the last step averaged gradients
         self._together: SameParameters | None = None
+        self._shards: OptimizerShards | None = None
         self._waits = 0  # in steps, so far
         self._accumulates = False  # whether another backward comes before the optimizer's step
         self._changes = Journal()  # of torch.distributed and torchmetrics
@@ -248,7 +251,21 @@ class Replicas:
         if processes.split:
             self._changes.write(self.world_size_calls.watch(processes.options.replicas))
 
+    def divide(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let each replica step a share of the parameters until :meth:`end`, if the user asks."""
+        if self._processes.options.sharding is not None and self._across is not None:
+            self._shards = OptimizerShards(optimizers, self._across, self.in_step)
+
+    def drop_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """Drop the states of optimizers that other replicas have, as after loading them."""
+        if self._shards is not None:
+            for optimizer in optimizers:
+                self._shards.drop_states(optimizer)
+
     def end(self) -> None:
+        if self._shards is not None:
+            self._shards.release()
+            self._shards = None
         self._pipeline = self._averages = self._buffers_of = None
         if self._together is not None:
             self._together.release()

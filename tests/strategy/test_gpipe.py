@@ -69,7 +69,7 @@ def test_public_names() -> None:
             "processes='single', outputs='auto', timeout=datetime.timedelta(seconds=1800), "
             "lost_after=None, "
             "process_group_backend=None, start_method='popen', replicas=1, ddp=None, "
-            "save_distributed_checkpoint=False)",
+            "sharding=None, save_distributed_checkpoint=False)",
         ),
         (
             GPipe,

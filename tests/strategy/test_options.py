@@ -62,7 +62,7 @@ def test_threads_that_are_neither(make: Any) -> None:
         ("chunk", "Did you mean chunks?"),
         ("scheduler", "Did you mean schedule?"),
         ("find_unused_parameters", "For replicas, write ddp={'find_unused_parameters': ...};"),
-        ("sharding", "Leave it out."),
+        ("offload", "Leave it out."),
     ],
 )
 def test_argument_that_it_does_not_have(name: str, way_out: str) -> None:
