@@ -17,6 +17,7 @@ PYTHON ?= python3
 JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 TOOLS := tests/benchmarks tests/mutation tests/published tests/examples/test_quickstart.py
 TRAINER := tests/lightning tests/strategy tests/checkpoints tests/callbacks tests/commands tests/distributed
+SAMPLED := SAMPLED_CASES=4
 PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
 export PYTHONUTF8 := 1
@@ -29,12 +30,13 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test test-tools test-launches test-integrations test-oldest test-multihost test-lightning models soak mutate bench bench-gpu docs dist check format clean
+.PHONY: help demo test test-all test-tools test-launches test-integrations test-oldest test-multihost test-lightning models soak mutate bench bench-gpu docs dist check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
-	@echo "make test    make check, then all tests of the package, those for GPUs on simulated ones"
-	@echo "             (about a quarter of an hour)"
+	@echo "make test    make check, then the tests of the package, those for GPUs on simulated ones:"
+	@echo "             of a test with many cases a sample of them (about ten minutes)"
+	@echo "make test-all  the same with all cases (about a quarter of an hour)"
 	@echo "make test-tools  the tests of the benchmarks, the notebook, and of what make mutate and"
 	@echo "             make test-lightning run (minutes)"
 	@echo "make test-launches  fits in scripts and notebooks that start their own processes, how these"
@@ -64,8 +66,11 @@ demo: $(READY)
 	$(BIN)/python -m examples.char_lm
 
 test: check
-	$(BIN)/pytest $(PARALLEL) -m "not launches" $(TOOLS:%=--ignore=%)
-	SIMULATED_GPUS=4 $(BIN)/pytest $(PARALLEL) tests/gpu tests/simcuda
+	$(SAMPLED) $(BIN)/pytest $(PARALLEL) -m "not launches" $(TOOLS:%=--ignore=%)
+	SIMULATED_GPUS=4 $(SAMPLED) $(BIN)/pytest $(PARALLEL) tests/gpu tests/simcuda
+
+test-all: SAMPLED :=
+test-all: test
 
 test-tools: $(READY)
 	$(BIN)/pytest $(PARALLEL) $(TOOLS)

@@ -23,7 +23,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The fixtures that all tests may take. Simulated GPUs come before torch, which the others import.
-pytest_plugins = ["tests.support.pipes", "tests.support.process", "tests.support.ranks"]
+pytest_plugins = [
+    "tests.support.pipes",
+    "tests.support.process",
+    "tests.support.ranks",
+    "tests.support.sampling",
+]
 if "SIMULATED_GPUS" in os.environ:
     pytest_plugins.insert(0, "tests.simcuda.plugin")
 

@@ -63,6 +63,7 @@ class OptimizerShards:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Hide gradients before a step, or at the end of a closure, which computes them."""
+        self._hidden.clear()  # of a step that has raised
         _, *positional = args
         closure = kwargs.get("closure", *positional[:1])
         if closure is None:
