@@ -121,11 +121,12 @@ class Rank(Role):
         def step_at_last() -> None:
             for parameter in parameters:
                 parameter.grad = None
+            loss = None
             with model.only.engine.outputs_at_last() as step, suppress(OutputElsewhere):
                 loss = loss_of(model, self.task, self.schedule)
-            ended = loss if step.here else step.zero
-            assert ended is not None, "a backward runs in each process"
-            ended.backward()
+            loss = step.zero if loss is None else loss
+            assert loss is not None, "a backward runs in each process"
+            loss.backward()
 
         step = step_at_last if self.at_last else contestant.step
         return Orders(step, lambda: [p.grad for p in parameters if p.grad is not None])
