@@ -450,6 +450,20 @@ def test_outputs_that_a_hook_stores(pipe: Pipe) -> None:
 
 
 @every_mode
+def test_outputs_that_a_hook_stores_later(pipe: Pipe) -> None:
+    pipeline = pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double(), [1, 2])
+    for _ in range(2):
+        a_loss(pipeline(rows(7))).backward()
+    features: list[Tensor] = []
+    pipeline[2].register_forward_hook(lambda module, args, output: features.append(output))
+    y = pipeline(rows(7))
+    loss = a_loss(y) + torch.cat(features).mean()
+
+    with pytest.raises(RuntimeError, match="a second time|handed out"):
+        loss.backward()
+
+
+@every_mode
 def test_what_a_layer_keeps_for_its_user_to_look_at_is_no_term(pipe: Pipe) -> None:
     plain = nn.Sequential(Aside(TERMS[1][0]), nn.Tanh(), Aside(TERMS[0][0])).double()
     pipeline = pipe(plain, copy=False, stages=3)
