@@ -275,6 +275,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "start_method": "popen",
         "replicas": 1,
         "ddp": None,
+        "sharding": None,
         "save_distributed_checkpoint": False,
     }
     assert seen == first
