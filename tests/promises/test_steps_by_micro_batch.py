@@ -359,6 +359,20 @@ def test_step_that_edits_its_batch(pipe: Pipe) -> None:
     assert_same([gradients(pipeline), x], [gradients(plain), expected])
 
 
+@with_and_without_threads
+def test_running_statistics_of_batch_norms(pipe: Pipe) -> None:
+    """They move once for each mini-batch, by its whole."""
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)).double()
+    first = deepcopy(plain[0])  # whose inputs are the same in micro-batches and in one
+    pipeline = pipe(plain, mode="never", deferred_batch_norm=True)
+    for _ in range(2):
+        pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), rows(7))
+        first(rows(7))
+
+    torch.testing.assert_close(pipeline[0].state_dict(), first.state_dict())
+    assert pipeline[2].num_batches_tracked == 2
+
+
 def test_lists_that_cannot_be_cut(pipe: Pipe) -> None:
     pipeline = pipe(perceptron())
     batch = {"x": rows(4), "targets": [torch.tensor(k) for k in range(4)]}
