@@ -52,9 +52,16 @@ def ours(
 
 
 def training(
-    model: GPipe, task: Task, name: str, schedule: ByMicroBatch | None, *, threads: int | None
+    model: GPipe,
+    task: Task,
+    name: str,
+    schedule: ByMicroBatch | None,
+    *,
+    threads: int | None,
+    at_last: bool = False,
 ) -> Contestant:
     """Steps of a pipeline; with a ``schedule`` the loss is that of each micro-batch."""
+    loss_of = _loss_at_last if at_last else _loss
     parameters = list(model.parameters())
 
     def step() -> None:
@@ -65,7 +72,7 @@ def training(
     return stepping(name, step, parameters, threads=threads)
 
 
-def loss_of(model: GPipe, task: Task, schedule: ByMicroBatch | None) -> Tensor:
+def _loss(model: GPipe, task: Task, schedule: ByMicroBatch | None) -> Tensor:
     """The loss of the mini-batch; with a ``schedule`` its backwards have run already."""
     if schedule is None:
         return task.loss(model(task.x), task.target)
@@ -76,6 +83,14 @@ def loss_of(model: GPipe, task: Task, schedule: ByMicroBatch | None) -> Tensor:
     ).loss
     assert loss is not None, "every micro-batch has one"
     return loss
+
+
+def _loss_at_last(model: GPipe, task: Task, schedule: ByMicroBatch | None) -> Tensor:
+    """The same where the last stage is; elsewhere what runs the backward of the stages there."""
+    with model.only.engine.outputs_at_last() as step, suppress(OutputElsewhere):
+        return _loss(model, task, schedule)
+    assert step.zero is not None, "a backward runs in each process"
+    return step.zero
 
 
 @dataclass
@@ -115,21 +130,11 @@ class Rank(Role):
             owners=self.owners,
             folded=self.folded,
         )
-        contestant = training(model, self.task, "", self.schedule, threads=None)
+        contestant = training(
+            model, self.task, "", self.schedule, threads=None, at_last=self.at_last
+        )
         parameters = list(model.parameters())
-
-        def step_at_last() -> None:
-            for parameter in parameters:
-                parameter.grad = None
-            loss = None
-            with model.only.engine.outputs_at_last() as step, suppress(OutputElsewhere):
-                loss = loss_of(model, self.task, self.schedule)
-            loss = step.zero if loss is None else loss
-            assert loss is not None, "a backward runs in each process"
-            loss.backward()
-
-        step = step_at_last if self.at_last else contestant.step
-        return Orders(step, lambda: [p.grad for p in parameters if p.grad is not None])
+        return Orders(contestant.step, lambda: [p.grad for p in parameters if p.grad is not None])
 
 
 @contextmanager

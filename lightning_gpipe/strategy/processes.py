@@ -142,7 +142,7 @@ class Processes:
     @property
     def place_in_pipeline(self) -> int:
         """The number of this process among those of its pipeline."""
-        return self.global_rank % self.arrangement.in_each_pipeline
+        return 0 if self.pipeline_group is None else self.pipeline_group.rank
 
     @property
     def own_devices(self) -> list[torch.device]:

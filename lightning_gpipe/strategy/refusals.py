@@ -100,12 +100,13 @@ def check_fit(
             _refuse_over_processes(callback)
         _refuse_global_pruning(callback)
     for optimizer in optimizers:
-        devices = _devices_of(p for group in optimizer.param_groups for p in group["params"])
-        devices = [*devices, *["replicas that share its states"] * sharded]
-        if isinstance(optimizer, LBFGS) and (split or len(devices) > 1):
+        places = _devices_of(p for group in optimizer.param_groups for p in group["params"])
+        if sharded:
+            places = [*places, "replicas that share its states"]
+        if isinstance(optimizer, LBFGS) and (split or len(places) > 1):
             raise ValueError(
                 "LBFGS joins the gradients of all parameters in one vector, so they must be on one "
-                f"device of one process: got {', '.join(devices)}. Choose an optimizer that "
+                f"device of one process: got {', '.join(places)}. Choose an optimizer that "
                 "updates each parameter by itself, such as Adam."
             )
 

@@ -44,12 +44,11 @@ class RandomStates:
     def load(self, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        group, arrangement = self._processes.pipeline_group, self._processes.arrangement
         self._resumed, self._in_an_epoch = saved_states(
             checkpoint,
             self._processes.replica,
-            0 if group is None else group.rank,
-            arrangement.in_each_pipeline,
+            self._processes.place_in_pipeline,
+            self._processes.arrangement.in_each_pipeline,
         )
 
     def process_dataloader(self, dataloader: object, trainer: Trainer) -> None:

@@ -90,7 +90,7 @@ class BatchMetrics:
         """Watch the calls of metrics in a ``with`` block."""
         self._called.clear()
         self._returned.clear()
-        metrics = [module for module in modules if isinstance(module, Metric)]
+        metrics = _metrics_among(modules)
 
         def update(*call: Any) -> None:  # no method: a copy of a metric would copy what it is of
             self._update(*call)
@@ -138,17 +138,19 @@ def _for_steps(metric: Metric) -> Metric:
     """
     states = [
         value
-        for each in metric.modules()
-        if isinstance(each, Metric)
+        for each in _metrics_among(metric.modules())
         for value in (each._forward_cache, each._computed, *(vars(each)[s] for s in each._defaults))
     ]
     tensors = {id(x): x.detach() for x in states if isinstance(x, Tensor)}
     empty = {id(x): type(x)() for x in states if type(x) in (list, dict)}
     copy = deepcopy(metric, tensors | empty)
-    for each in copy.modules():
-        if isinstance(each, Metric):
-            each._to_sync = each.dist_sync_on_step
+    for each in _metrics_among(copy.modules()):
+        each._to_sync = each.dist_sync_on_step
     return copy
+
+
+def _metrics_among(modules: Iterable[nn.Module]) -> list[Metric]:
+    return [module for module in modules if isinstance(module, Metric)]
 
 
 def _combined(calls: Mapping[int, Arguments], outcome: Outcome) -> dict[str, Any]:

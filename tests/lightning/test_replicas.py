@@ -5,6 +5,7 @@ Here are also the tests of ``ddp`` and ``replicas``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,11 +142,21 @@ BUILDS: dict[str, Any] = {
 }
 
 
-def fit(root: Path, place: str, name: str, strategy: dict[str, Any], **options: Any) -> Any:
-    """A fit of replicas."""
+Fitted = tuple[L.LightningModule, L.Trainer]
+
+
+def fitted(
+    root: Path,
+    place: str,
+    build: Callable[[], L.LightningModule],
+    strategy: dict[str, Any],
+    resume: Path | None = None,
+    **options: Any,
+) -> Fitted:
+    """A fit of two replicas."""
     processes, balance, machines = PLACES[place]
     torch.manual_seed(0)
-    model = BUILDS[name]()
+    model = build()
     made = trainer_over(
         root,
         processes,
@@ -154,20 +165,28 @@ def fit(root: Path, place: str, name: str, strategy: dict[str, Any], **options: 
         machines,
         **{"max_epochs": 2, **options},
     )
-    made.fit(model, datamodule=Halves(2))
+    made.fit(model, datamodule=Halves(2), ckpt_path=resume)
     made.save_checkpoint(root / "end.ckpt")
-    return result(model, made)
+    return model, made
 
 
-def plain(root: Path, name: str, **options: Any) -> dict[str, Any]:
+def fitted_plainly(root: Path, build: Callable[[], L.LightningModule], **options: Any) -> Fitted:
     """The same fit without a pipeline, on whole batches."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = BUILDS[name]()
+        model = build()
     made = trainer(root, **{"max_epochs": 2, **options})
     made.fit(model, datamodule=Halves(1))
     made.save_checkpoint(root / "end.ckpt")
-    return result(model, made)
+    return model, made
+
+
+def fit(root: Path, place: str, name: str, strategy: dict[str, Any], **options: Any) -> Any:
+    return result(*fitted(root, place, BUILDS[name], strategy, **options))
+
+
+def plain(root: Path, name: str, **options: Any) -> dict[str, Any]:
+    return result(*fitted_plainly(root, BUILDS[name], **options))
 
 
 def assert_close(actual: Any, expected: Any) -> None:

@@ -17,8 +17,15 @@ from torch import Tensor
 
 from lightning_gpipe import GPipeStrategy
 from tests.lightning.test_processes import checkpoint
-from tests.lightning.test_replicas import BUILDS, PLACES, Halves, Logging, assert_close, result
-from tests.support.lightning_modules import trainer
+from tests.lightning.test_replicas import (
+    BUILDS,
+    Halves,
+    Logging,
+    assert_close,
+    fitted,
+    fitted_plainly,
+    result,
+)
 from tests.support.models import assert_same
 from tests.support.processes import said
 from tests.support.ranks import Pool
@@ -92,31 +99,15 @@ def elements(made: Any) -> list[int]:
 
 def fit(
     root: Path, place: str, name: str, strategy: dict[str, Any], resume: Path | None, **options: Any
-) -> Any:
+) -> dict[str, Any]:
     """A fit of two replicas with divided states."""
-    processes, balance, machines = PLACES[place]
-    torch.manual_seed(0)
-    model = BUILDS_HERE[name]()
-    made = trainer_over(
-        root,
-        processes,
-        balance,
-        {"replicas": 2, "sharding": "optimizer", **strategy},
-        machines,
-        **{"max_epochs": 2, **options},
-    )
-    made.fit(model, datamodule=Halves(2), ckpt_path=resume)
-    made.save_checkpoint(root / "end.ckpt")
+    strategy = {"sharding": "optimizer", **strategy}
+    model, made = fitted(root, place, BUILDS_HERE[name], strategy, resume, **options)
     return {**result(model, made), "elements": elements(made)}
 
 
-def plain(root: Path, name: str, resume: Path | None = None, **options: Any) -> dict[str, Any]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = BUILDS_HERE[name]()
-    made = trainer(root, **{"max_epochs": 2, **options})
-    made.fit(model, datamodule=Halves(1), ckpt_path=resume)
-    made.save_checkpoint(root / "end.ckpt")
+def plain(root: Path, name: str, **options: Any) -> dict[str, Any]:
+    model, made = fitted_plainly(root, BUILDS_HERE[name], **options)
     return {**result(model, made), "elements": elements(made)}
 
 

@@ -258,9 +258,8 @@ class UserStep:
         self._before.clear()  # the user may keep the error, and with it this
 
     def _resume(self, i: int, value: Any = None) -> Any:
-        watched = self.watched()
-        drawn = self._drawn[i in self._called]
-        libraries = RandomState.of(LIBRARIES if watched and self.ends_elsewhere else ())
+        watched, called = self.watched(), i in self._called
+        libraries = RandomState.of(LIBRARIES) if watched and self.ends_elsewhere else None
         with together([*watched, self._context.entered(), *self._own(i)]):
             self._state = ThreadState.capture()
             self.running = i
@@ -268,9 +267,10 @@ class UserStep:
                 result = self._coroutines[i].resume(value)
             finally:
                 self.running = None
-        drawn.update(libraries.differences())
-        if both := sorted(set.intersection(*self._drawn)):
-            raise RuntimeError(_DRAWN_TWICE.format(" and ".join(both)))
+        if libraries is not None:
+            self._drawn[called].update(libraries.differences())
+            if both := sorted(set.intersection(*self._drawn)):
+                raise RuntimeError(_DRAWN_TWICE.format(" and ".join(both)))
         return result
 
     def _end(self, i: int, result: Any) -> Any:
