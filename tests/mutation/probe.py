@@ -1,7 +1,7 @@
 """Collects the effects that a test reaches; modules of an instrumented copy of the tree call it.
 
-Some tests start processes of their own. Those write what they reach into a file, whose name they
-find in the environment.
+Some tests start processes of their own, some of which live through many tests. Each writes what it
+reaches into a file of its own, whose name begins as the environment says.
 """
 
 from __future__ import annotations
@@ -23,19 +23,29 @@ def begin() -> None:
 
 def reached(index: int) -> None:
     """Record that an effect is reached."""
+    file = _file_of(os.getpid())
+    if file is not None and not file.exists():  # taken: another test has begun
+        _since.clear()
     if index not in _since:
         _since.add(index)
-        if FILE in os.environ and os.getpid() not in _home:
-            with open(os.environ[FILE], "a", encoding="utf-8") as file:
-                print(index, file=file)
+        if file is not None:
+            with file.open("a", encoding="utf-8") as lines:
+                print(index, file=lines)
 
 
 def take() -> list[int]:
     """The effects reached since the last call, in processes of tests too."""
     taken = set(_since)
     _since.clear()
-    path = Path(os.environ.get(FILE, os.devnull))
-    if path.is_file():
+    first = Path(os.environ.get(FILE, os.devnull))
+    for path in first.parent.glob(f"{first.name}.*"):
         taken.update(map(int, path.read_text(encoding="utf-8").split()))
         path.unlink()
     return sorted(taken)
+
+
+def _file_of(process: int) -> Path | None:
+    """The file of a process of a test; None for the one that runs the tests."""
+    if process in _home or FILE not in os.environ:
+        return None
+    return Path(f"{os.environ[FILE]}.{process}")

@@ -43,13 +43,33 @@ class Gate:
 
     def leave(self):
         os._exit(3)
+
+    def knock(self):
+        self.log.append("knocks")
 """
 
 TESTS = """\
+import multiprocessing
 import subprocess
 import sys
 import pytest
 from gate import Gate
+
+@pytest.fixture(scope="module")
+def keeper():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        yield pool
+
+def knock():
+    gate = Gate()
+    gate.knock()
+    return gate.log
+
+def test_keeper(keeper):
+    keeper.apply(knock)
+
+def test_keeper_again(keeper):
+    assert keeper.apply(knock) == ["knocks"]
 
 def test_log():
     gate = Gate()
@@ -105,7 +125,13 @@ def test_each_effect_is_noticed_by_a_test_that_needs_it(trials):
         "self.log.clear()": None,
         "raise ValueError": "tests/test_gate.py::test_end",
         "os._exit(3)": "tests/test_gate.py::test_process",
+        "self.log.append('knocks')": "tests/test_gate.py::test_keeper_again",
     }
+
+
+def test_process_that_lives_through_several_tests_reaches_effects_in_each(trials):
+    _, tried = trials
+    assert [each.reached_by for each in tried if "knocks" in each.mutant.effect] == [2]
 
 
 def test_copy_stays_as_it_was_copied_whatever_becomes_of_the_original(tmp_path: Path):
