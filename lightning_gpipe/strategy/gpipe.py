@@ -120,6 +120,9 @@ class GPipeStrategy(ParallelStrategy):
             stage before waits.
         around: The stage whose device has the modules around the pipeline, the batch, the loss and
             the metrics: ``"last"`` or ``"first"``.
+        weights: Where the weights of the stages are between their uses, with their gradients and
+            the states of the optimizers: on the ``"device"`` of the stage, or on the ``"host"``,
+            for models larger than the devices.
         verify: Whether to compare the pipeline with a plain run on the first training batch, which
             has no effect on training. If output, gradients or buffers differ, a RuntimeError names
             the layer; a difference with a known reason, such as a batch norm, is a warning. The
@@ -185,6 +188,7 @@ class GPipeStrategy(ParallelStrategy):
         split_backward: bool | Literal["auto"] = False,
         verify: bool | Literal["sample"] = "sample",
         around: Literal["last", "first"] = "last",
+        weights: Literal["device", "host"] = "device",
         processes: Mode = "single",
         outputs: Literal["all", "last", "auto"] = "auto",
         timeout: timedelta = default_pg_timeout,

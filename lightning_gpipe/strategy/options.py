@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpipe.checkpoints import FROM_CHECKPOINT
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
-from lightning_gpipe.core.layout import Around, check_around, check_balance
+from lightning_gpipe.core.layout import Around, Weights, check_around, check_balance
 from lightning_gpipe.core.pipeline import CRITERIA, Requested, balance_of_each, is_criterion
 from lightning_gpipe.core.run import Threads, check_threads, greenlets
 from lightning_gpipe.core.schedules import (
@@ -54,6 +54,7 @@ class StrategyOptions:
     split_backward: bool | Literal["auto"]
     verify: bool | Literal["sample"]
     around: Around
+    weights: Weights
     processes: Mode
     outputs: Outputs
     timeout: timedelta
@@ -77,7 +78,7 @@ class StrategyOptions:
             _check_balance(balance)
         if self.verify not in (True, False, "sample"):
             raise ValueError(f"verify must be True, False or 'sample': got {self.verify!r}.")
-        self.requested(1, self.schedule).check()
+        self.requested(1, self.schedule).check(self.weights)
         check_microbatching(self.microbatching)
         check_around(self.around)
         check_threads(self.threads)

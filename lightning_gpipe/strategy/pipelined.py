@@ -125,7 +125,8 @@ class PipelinedModule:
             check_even(
                 len(size), len(devices), f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}"
             )
-        warn_of_one_device(balances, sizes, len(devices))
+        if settings.weights == "device":
+            warn_of_one_device(balances, sizes, len(devices))
         measured_balances.keep(self.modules, balances, sizes)
         self._root = root
         self._verifier: FirstBatchVerifier | None = None
@@ -145,6 +146,7 @@ class PipelinedModule:
             split_backward=choice.split_backward,
             around=settings.around,
             folded=settings.folded,
+            weights=settings.weights,
             **processes.of_pipeline(),
         )
         if settings.verify is True and not choice.order.by_micro_batch:  # else steps are verified

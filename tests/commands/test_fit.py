@@ -268,6 +268,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "split_backward": False,
         "verify": "sample",
         "around": "last",
+        "weights": "device",
         "processes": "single",
         "timeout": "0:30:00",
         "lost_after": None,

@@ -75,7 +75,7 @@ def test_edit_of_a_weight_that_another_gpu_has(pipe: Pipe, grad: bool) -> None:
 
     with (
         torch.set_grad_enabled(grad),
-        pytest.raises(RuntimeError, match=r"several devices share must not .* layer 2\.weight"),
+        pytest.raises(RuntimeError, match=r"a copy of must not be edited .* layer 2\.weight"),
     ):
         pipeline(batch().float().to(GPUS[0]))
 

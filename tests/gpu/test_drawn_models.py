@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gpipe.core.layout import Weights
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import ON_GPU
 from tests.simcuda.hazards import NAME, FailOnHazard
@@ -51,9 +53,9 @@ fewer = settings(max_examples=settings().max_examples // 4)
 
 
 @fewer
-@given(case=cases(models()).filter(simulated))
-def test_drawn_models(hazards: Callable[[], list[str]], case: Case) -> None:
-    check(case, gpus)
+@given(case=cases(models()).filter(simulated), weights=st.sampled_from(get_args(Weights)))
+def test_drawn_models(hazards: Callable[[], list[str]], case: Case, weights: Weights) -> None:
+    check(case, gpus, weights=weights)
 
     assert hazards() == []
 

@@ -50,6 +50,10 @@ class Simulation:
         """Start to measure the peak anew."""
         self._library.simulated_reset_peak(device)
 
+    def set_limit(self, device: int, size: int) -> None:
+        """Raise OutOfMemoryError where tensors on a device would take more bytes."""
+        self._library.simulated_set_limit(device, ctypes.c_int64(size))
+
     def take_hazards(self) -> list[str]:
         """The hazards since the last call: races, and memory that was freed too early."""
         count = self._library.simulated_hazards()

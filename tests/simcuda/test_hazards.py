@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -186,6 +187,28 @@ def test_bytes_are_counted_by_device(x: torch.Tensor) -> None:
 
     assert torch.cuda.memory_allocated(OTHER) == before
     assert torch.cuda.max_memory_allocated(OTHER) == before + 4000
+
+
+def test_memory_beyond_a_limit() -> None:
+    total = torch.cuda.get_device_properties(OTHER).total_memory
+    limit = torch.cuda.memory_allocated(OTHER) + 8000
+    torch.cuda.set_per_process_memory_fraction(limit / total, OTHER)
+    try:
+        x = torch.ones(1000, device=OTHER)
+        y = x + 1  # the result of an operator
+
+        for take in (partial(torch.empty, 1, device=OTHER), partial(torch.add, x, y)):
+            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+                take()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, OTHER)
+
+
+def test_pinned_memory() -> None:
+    assert torch.ones(3).pin_memory().is_pinned()
+    assert torch.empty(0, pin_memory=True)[:0].numel() == 0
+    assert torch.empty(4, pin_memory=True)[2:].is_pinned()
+    assert not torch.ones(3).is_pinned()
 
 
 # Devices.

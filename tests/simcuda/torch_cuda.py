@@ -168,7 +168,14 @@ def _memory(simulation: Simulation) -> dict[str, Any]:
             "allocated_bytes.all.peak": peak(device),
         }
 
+    def limit(fraction: float, device: Device = None) -> None:
+        index = _index(device)
+        simulation.set_limit(
+            index, int(fraction * torch.cuda.get_device_properties(index).total_memory)
+        )
+
     return {
+        "set_per_process_memory_fraction": limit,
         "memory_allocated": allocated,
         "memory_reserved": allocated,
         "max_memory_allocated": peak,

@@ -145,9 +145,9 @@ def count_calls(module: nn.Module) -> Counter[str]:
 
 
 def pipe(
-    case: Case, module: nn.Sequential, devices: Devices = on_cpu, **processes: Any
+    case: Case, module: nn.Sequential, devices: Devices = on_cpu, **options: Any
 ) -> list[Record]:
-    """Take the steps with a module as a pipeline; ``processes`` are further arguments of it."""
+    """Take the steps with a module as a pipeline; ``options`` are further arguments of it."""
     chosen = devices(case.devices)
     pipeline = GPipe(
         module,
@@ -158,7 +158,7 @@ def pipe(
         deferred_batch_norm=case.deferred,
         threads=case.threads,
         split_backward=case.split,
-        **processes,
+        **options,
     )
     try:
         return run(case, pipeline, pipeline, chosen[0])
@@ -259,13 +259,13 @@ def merge_leaf(values: list[Any]) -> Any:
     return torch.stack(values) if stacks else values[0]
 
 
-def check(case: Case, devices: Devices = on_cpu) -> None:
+def check(case: Case, devices: Devices = on_cpu, **options: Any) -> None:
     """Compare a pipeline with its reference, which is on the CPU."""
     with torch.random.fork_rng(devices=[]):
         module = case.build()
         parameters = dict(module.named_parameters())
         reference = Reference(case, module)
-        actual = pipe(case, module, devices)
+        actual = pipe(case, module, devices, **options)
         expected = run(case, reference.module, reference)
 
     for one, other in zip(actual, expected, strict=True):

@@ -25,7 +25,13 @@ from lightning_gpipe.core.faithful.random.random_state import (
     RandomState,
 )
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
-from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks, has_memory, leaf_like
+from lightning_gpipe.core.faithful.shadow import (
+    Shadows,
+    has_hooks,
+    has_memory,
+    leaf_like,
+    placeholder,
+)
 from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
 from lightning_gpipe.core.faithful.state.buffers import BufferState
 from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
@@ -95,6 +101,7 @@ __all__ = [
     "not_compiled",
     "on_engine_thread",
     "over_replicas",
+    "placeholder",
     "preserved",
     "refuse_unsupported_modes",
     "rows_needed",

@@ -12,7 +12,8 @@ shares its attributes.
 
 A parameter that stages on several devices share, such as an embedding that is also the weight of
 the head, is on one of them, its home. On the others its shadow is a copy, made anew for every
-mini-batch. The gradients of copies are added to that at home.
+mini-batch. The gradients of copies are added to that at home. Where the home is the memory of the
+host, the copies get their values while the mini-batch runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
@@ -41,6 +43,7 @@ class Shadows:
         device: The device of the stage.
         followed: The slots of parameters with another home.
         values: The values of followed parameters that have none in this process, by their ids.
+        on_host: Whether followed parameters at home on the host get their values later.
         recomputed: Whether forward will run again, so that edits in between must be detected.
         by_caller: Returns whether the calling code is the caller's, which must not find shadows.
             None if it does not run while they are in the slots.
@@ -48,6 +51,8 @@ class Shadows:
     Attributes:
         parameters: The parameters that have a shadow and require a gradient.
         in_place: Whether the shadows are in the parameters' slots now.
+        hosted: The tensors that parameters on the host consist of, each with that of its shadow,
+            which has a placeholder for its values.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Shadows:
         device: torch.device,
         followed: Collection[Slot] = (),
         values: Mapping[int, Tensor] | None = None,
+        on_host: bool = False,
         recomputed: bool = True,
         by_caller: Callable[[], bool] | None = None,
     ) -> None:
@@ -70,6 +76,8 @@ class Shadows:
         self._versions: list[tuple[nn.Parameter, int]] = []
         self._watched: list[nn.Parameter] = []  # whose edits are detected
         self._values = values or {}
+        self._on_host = on_host
+        self.hosted: list[tuple[Tensor, Tensor]] = []
         self.in_place = False
         for module in modules:
             slots = module._parameters
@@ -97,10 +105,26 @@ class Shadows:
             shadow = leaf_like(parameter, requires_grad=True)
         else:
             requires_grad, value = parameter.requires_grad, self._values.get(key)
-            shadow = leaf_like(parameter, requires_grad, copied_to=device, value=value)
+            hosted = self._on_host and parameter.device.type == "cpu"
+            if hosted and has_memory(parameter):
+                value = placeholder(parameter, device)
+                shadow = leaf_like(parameter, requires_grad, value=value)
+            else:
+                shadow = leaf_like(parameter, requires_grad, copied_to=device, value=value)
+            if hosted:
+                self._host(parameter, shadow)
             self._copied[key] = parameter, shadow, version_of(shadow)
         self._of[key] = parameter, shadow
         return shadow
+
+    def _host(self, weight: Tensor, shadow: Tensor) -> None:
+        """Have placeholders for the values of a shadow, and of the tensors that it is made of."""
+        if is_traceable_wrapper_subclass(weight):
+            for name in weight.__tensor_flatten__()[0]:
+                self._host(getattr(weight, name), getattr(shadow, name))
+        else:
+            shadow.data = placeholder(weight, shadow.device)
+            self.hosted.append((weight, shadow))
 
     def _hide(self, modules: Iterable[nn.Module], by_caller: Callable[[], bool]) -> None:
         """Let the caller's code find the parameters in the slots while the shadows are there."""
@@ -189,6 +213,15 @@ class Shadows:
         return sums
 
 
+def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor in the place of a parameter's values: of its shape, with one element.
+
+    It is no number where it can be.
+    """
+    nothing = torch.nan if parameter.is_floating_point() else 0
+    return torch.full((), nothing, dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
 def leaf_like(
     parameter: Tensor,
     requires_grad: bool,
@@ -197,11 +230,11 @@ def leaf_like(
 ) -> nn.Parameter:
     """Return a leaf of the parameter's class with its attributes: an alias, or a copy on a device.
 
-    The copy may have another ``value``.
+    It may have another ``value``.
     """
     kind: Any = type(parameter)
     attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays
-    if kind is nn.Parameter and copied_to is None:  # as most are
+    if kind is nn.Parameter and copied_to is None and value is None:  # as most are
         alias: nn.Parameter = Tensor._make_subclass(kind, parameter, requires_grad)
         alias.__dict__ = attributes
         return alias

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_gpipe.core.faithful import has_memory
 from lightning_gpipe.core.frontends.stored import (
     Source,
     await_value,
@@ -25,7 +26,7 @@ from lightning_gpipe.core.frontends.stored import (
     is_in_another_process,
     stored_value,
 )
-from lightning_gpipe.core.layout import META, Layout, check_even
+from lightning_gpipe.core.layout import HOST, META, Layout, check_even
 
 
 def choose_devices(
@@ -92,10 +93,12 @@ def _place_stages(layout: Layout) -> None:
     created_on = torch.device("cpu") if layout.spread else None
     for j, partition in enumerate(layout.partitions):
         for layer in partition.layers:
-            if layout.owner_of(j) == layout.rank:
-                place(layer, layout.device_of(j), created_on)
-            else:
+            if layout.owner_of(j) != layout.rank:
                 forget(layer, homed)
+            elif layout.placement[j] in layout.away_from_weights:
+                _place_on_host(layer, layout.device_of(j))
+            else:
+                place(layer, layout.device_of(j), created_on)
 
 
 def move_home(layout: Layout) -> None:
@@ -105,6 +108,8 @@ def move_home(layout: Layout) -> None:
             forget_values(parameter)
         elif parameter.device != device:
             move(parameter, device)
+        if device == HOST and layout.weights == "host":
+            _pin(parameter)
 
 
 def _check_values(layout: Layout) -> None:
@@ -131,6 +136,21 @@ def place(module: nn.Module, device: torch.device, created_on: torch.device | No
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         module.to(device)
+
+
+def _place_on_host(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters of ``module`` to the host, none of them by way of a device."""
+    place(module, HOST)
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None:
+                submodule._buffers[name] = buffer.to(device)
+
+
+def _pin(parameter: nn.Parameter) -> None:
+    """Lock the memory of a parameter on the host, so that copies to a GPU need no wait."""
+    if torch.cuda.is_available() and has_memory(parameter) and not parameter.is_pinned():
+        parameter.data = parameter.data.pin_memory()
 
 
 def move(parameter: nn.Parameter, device: torch.device) -> None:

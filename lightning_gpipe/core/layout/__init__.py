@@ -4,11 +4,14 @@ The worker of each stage, the device and the process of each worker are data tha
 """
 
 from lightning_gpipe.core.layout.layout import (
+    HOST,
     META,
     Around,
     Layout,
     Tie,
+    Weights,
     check_around,
+    check_weights,
     lay_out,
     ties_of,
 )
@@ -56,6 +59,7 @@ from lightning_gpipe.core.layout.sharing import (
 
 __all__ = [
     "CONTAINERS",
+    "HOST",
     "META",
     "Around",
     "Holder",
@@ -63,6 +67,7 @@ __all__ = [
     "Partition",
     "Slot",
     "Tie",
+    "Weights",
     "attributes_in",
     "balance_of_layers",
     "check_around",
@@ -75,6 +80,7 @@ __all__ = [
     "check_outside",
     "check_sequential",
     "check_sharing",
+    "check_weights",
     "check_whole",
     "contents",
     "cut",

@@ -20,7 +20,9 @@ from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.schedules import CALLER, counted, looped
 
 Around = Literal["first", "last"]
+Weights = Literal["device", "host"]
 
+HOST = torch.device("cpu")
 META = torch.device("meta")  # of parameters that another process owns: without values
 
 
@@ -30,6 +32,15 @@ def check_around(around: str) -> None:
         raise ValueError(
             "around must be 'last' or 'first', the stage that what is around a pipeline is with: "
             f"got {around!r}."
+        )
+
+
+def check_weights(weights: str) -> None:
+    """Refuse a value other than ``"device"`` and ``"host"``."""
+    if weights not in get_args(Weights):
+        raise ValueError(
+            "weights must be 'device' or 'host', where the weights of the stages are between their "
+            f"uses: got {weights!r}."
         )
 
 
@@ -49,6 +60,7 @@ class Layout:
         owners: The process of each worker, by its rank in the pipeline.
         rank: The rank of this process.
         everywhere: The parameters that are used around the stages too: each process has them.
+        weights: Where the weights of the stages are between their uses, with their gradients.
     """
 
     partitions: tuple[Partition, ...]
@@ -60,6 +72,7 @@ class Layout:
     owners: tuple[int, ...] = ()
     rank: int = 0
     everywhere: tuple[nn.Parameter, ...] = ()
+    weights: Weights = "device"
 
     def __post_init__(self) -> None:
         if not self.owners:
@@ -111,6 +124,12 @@ class Layout:
     def device_of(self, j: int) -> torch.device:
         return self.devices[self.placement[j]]
 
+    @cached_property
+    def away_from_weights(self) -> frozenset[int]:
+        """The workers on devices whose weights are at home on the host."""
+        on_host = enumerate(self.devices) if self.weights == "host" else ()
+        return frozenset(w for w, device in on_host if device != HOST)
+
     def where(self, j: int) -> str:
         """Return the device of stage ``j`` as text, with its process if there are several."""
         device = str(self.device_of(j))
@@ -153,6 +172,7 @@ class Layout:
         stage 0 | worker 0 | cuda:0 | layers 0..2 | sends 'x' to stage 2
         stage 1 | worker 1 | cuda:1 | layers 3..5 | follows 1 parameter of cuda:0
 
+        With weights on the host, ``weights on the host`` follows.
         With several processes, the device is followed by that of the worker: ``cuda:0 of rank 1``.
         """
         return "\n".join(map(self._line, range(self.n)))
@@ -161,6 +181,8 @@ class Layout:
         worker = f"worker {self.placement[j]}"
         parts = [f"stage {j}", worker, self.where(j), f"{self.partitions[j]}"]
         parts += [f"sends {route.name} to stage {route.target}" for route in self.leaving(j)]
+        if self.placement[j] in self.away_from_weights:
+            parts.append("weights on the host")
         for home, number in Counter(self._followed(j)).items():
             parts.append(f"follows {counted(number, 'parameter')} of {home}")
         return " | ".join(parts)
@@ -168,11 +190,12 @@ class Layout:
     def _followed(self, j: int) -> Iterator[str]:
         """Yield the home of each parameter that stage ``j`` follows."""
         device, owner = self.device_of(j), self.owner_of(j)
+        around = {device, HOST} if self.weights == "host" else {device}
         first = {tie.parameter: tie.home for tie in ties_of(self) if j in tie.followers}
         for parameter in self.partitions[j].parameters:
             if (home := first.get(parameter, CALLER)) != CALLER:
                 yield self.where(home)
-            elif owner == self.rank and self.homes.get(parameter, device) != device:
+            elif owner == self.rank and self.homes.get(parameter, device) not in around:
                 yield str(self.homes[parameter])
 
 
@@ -218,14 +241,16 @@ def lay_out(
     owners: Sequence[int] = (),
     rank: int = 0,
     placement: Sequence[int] = (),
+    weights: Weights = "device",
 ) -> Layout:
     """Return the layout of stages that are placed by ``placement``, or round the workers."""
     placement = tuple(placement) or looped(len(partitions), len(devices))
     homes: dict[nn.Parameter, torch.device] = {}
     for partition, worker in zip(partitions, placement, strict=True):
         here = not owners or owners[worker] == rank
+        home = HOST if weights == "host" else devices[worker]
         for parameter in partition.parameters:  # the first stage that has it is its home
-            homes.setdefault(parameter, devices[worker] if here else META)
+            homes.setdefault(parameter, home if here else META)
     return Layout(
         tuple(partitions),
         tuple(devices),
@@ -235,4 +260,5 @@ def lay_out(
         around,
         tuple(owners),
         rank,
+        weights=weights,
     )

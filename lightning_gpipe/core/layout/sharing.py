@@ -97,9 +97,13 @@ def followed_slots(
 
 
 def check_copies(
-    slots: Iterable[Slot], device: torch.device, homes: Mapping[nn.Parameter, torch.device]
+    slots: Iterable[Slot],
+    device: torch.device,
+    homes: Mapping[nn.Parameter, torch.device],
+    *,
+    on_host: bool = False,
 ) -> None:
-    """Refuse shared parameters with tensors in attributes, which a copy of the values lacks.
+    """Refuse copied parameters with tensors in attributes, which a copy of the values lacks.
 
     A quantised weight may have its scales there. See :func:`followed_slots` for the arguments; the
     homes of parameters of another process are the meta device.
@@ -118,12 +122,20 @@ def check_copies(
             if any({tensor.device} != places for tensor in tensors_within(value))
         ]
         if attributes:
+            which, otherwise = (
+                "stages on several devices share",
+                "Choose a balance that puts the layers that share it into stages of one device, or "
+                "quantise them without sharing it.",
+            )
+            if on_host:
+                which, otherwise = (
+                    "is at home on the host",
+                    "Write weights='device', or quantise it otherwise.",
+                )
             raise ValueError(
-                "a weight that stages on several devices share must be all in its values: got "
+                f"a weight that {which} must be all in its values: got "
                 f"{name} of a {type(module).__name__}, a {kind.__name__} with tensors in "
-                f"{', '.join(attributes)}, on {' and '.join(sorted(map(str, places)))}. Choose a "
-                "balance that puts the layers that share it into stages of one device, or "
-                "quantise them without sharing it."
+                f"{', '.join(attributes)}, on {' and '.join(sorted(map(str, places)))}. {otherwise}"
             )
 
 

@@ -18,6 +18,7 @@ from lightning_gpipe.core.layout import (
     Around,
     Layout,
     Partition,
+    Weights,
     check_balance,
     check_outside,
     check_sharing,
@@ -41,6 +42,7 @@ def lay_out_all(
     lost_after: timedelta | None,
     *,
     folds: bool,
+    weights: Weights,
 ) -> tuple[list[Layout], Connection | None]:
     """Cut the modules, and join the processes; see :class:`~lightning_gpipe.GPipe` for arguments.
 
@@ -57,7 +59,9 @@ def lay_out_all(
     for piped, partitions in zip(modules, cuts, strict=True):
         placement = placing(len(partitions), len(workers_on))
         layouts.append(
-            _layout_of(piped, partitions, workers_on, placement, around, owners or (), rank)
+            _layout_of(
+                piped, partitions, workers_on, placement, around, owners or (), rank, weights
+            )
         )
     return layouts, connection
 
@@ -70,11 +74,12 @@ def _layout_of(
     around: Around,
     owners: Sequence[int],
     rank: int,
+    weights: Weights,
 ) -> Layout:
     """Lay out one module; the parameters that are used around its layers have their home there."""
     layers = [layer for partition in partitions for layer in partition.layers]
     routes = routes_of(skips_of(layers, partitions), partitions)
-    layout = lay_out(partitions, devices, routes, around, owners, rank, placement)
+    layout = lay_out(partitions, devices, routes, around, owners, rank, placement, weights)
     check_sharing(layout)
     check_outside(piped.root, piped.module, layout, layout.outside)
     shared = shared_with_outside(piped.root, piped.module)
@@ -138,7 +143,14 @@ def rebuild(
     for piped, balance in zip(modules, balances, strict=True):
         old, partitions = piped.pipeline.layout, piped.frontend.partitions(balance)
         layout = _layout_of(
-            piped, partitions, old.devices, old.placement, old.around, old.owners, old.rank
+            piped,
+            partitions,
+            old.devices,
+            old.placement,
+            old.around,
+            old.owners,
+            old.rank,
+            old.weights,
         )
         homes = {parameter: old.homes[parameter] for parameter in old.everywhere}
         layouts.append(layout.with_everywhere(homes).with_homes(homes))

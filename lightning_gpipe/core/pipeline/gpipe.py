@@ -24,7 +24,7 @@ from lightning_gpipe.core.frontends import (
     remove_dispatch_hooks,
     with_index,
 )
-from lightning_gpipe.core.layout import Around, Layout, check_around
+from lightning_gpipe.core.layout import Around, Layout, Weights, check_around
 from lightning_gpipe.core.pipeline.build import attach_all, lay_out_all, rebuild, recut
 from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each
 from lightning_gpipe.core.pipeline.choose.options import Requested
@@ -91,6 +91,11 @@ class GPipe(StandIn):
             code around the pipeline runs on one device, so embeddings and heads are together.
         folded: Whether the stages go down the devices and back, two on each: stage j of 2d is on
             device j, from the d-th on on device 2d - 1 - j. For ``schedule="zero_bubble_v"``.
+        weights: Where the weights of the stages are between their uses, with their gradients and
+            the optimizer's state: on the ``"device"`` of the stage, or in the memory of the
+            ``"host"``, for models larger than the devices. A device then has the weights of the
+            stage at work and of its next one; buffers, and what is around the pipeline, stay on
+            devices.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer. ``"auto"`` plans
             it: the layers are measured on the ``sample``, and the fastest prediction that fits the
             devices is taken.
@@ -152,6 +157,7 @@ class GPipe(StandIn):
         split_backward: bool | Literal["auto"] = False,
         around: Around = "last",
         folded: bool = False,
+        weights: Weights = "device",
         sample: Any = None,
         optimizer: Optimizers = None,
         owners: Sequence[int] | None = None,
@@ -159,7 +165,7 @@ class GPipe(StandIn):
         lost_after: timedelta | None = None,
     ) -> None:
         requested = Requested(chunks, activation_checkpointing, split_backward=split_backward)
-        requested.check()
+        requested.check(weights)
         check_around(around)
         check_microbatching(microbatching)
         check_threads(threads)
@@ -180,7 +186,15 @@ class GPipe(StandIn):
         )
         sizes = resolved.balances
         layouts, connection = lay_out_all(
-            modules, sizes, devices, around, owners, group, lost_after, folds=folded
+            modules,
+            sizes,
+            devices,
+            around,
+            owners,
+            group,
+            lost_after,
+            folds=folded,
+            weights=weights,
         )
         if deferred_batch_norm:
             for layout in layouts:

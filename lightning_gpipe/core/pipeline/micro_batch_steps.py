@@ -85,7 +85,7 @@ class MicroBatchStepping:
         )
         loss, results = pipeline.engine.run_code(
             lambda i: step(pieces[i]),
-            schedule if pipeline.engine.home is None else schedule.with_gradients,
+            schedule.with_gradients if pipeline.engine.sends_gradients else schedule,
             losses,
             modules,
             partial(pipeline.microbatching.division, pieces),

@@ -212,7 +212,7 @@ class Pipeline:
             return fill_drain(m, placement)
         recomputed = count_recomputed(self.activation_checkpointing, m)
         schedule = fill_drain(m, placement, recomputed=recomputed, split=self.split_backward)
-        return schedule if self.engine.home is None else schedule.with_gradients
+        return schedule.with_gradients if self.engine.sends_gradients else schedule
 
 
 def as_batch(values: Sequence[Any]) -> Any:

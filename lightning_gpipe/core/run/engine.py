@@ -125,6 +125,12 @@ class Engine:
         self._equipment = self._equipment._replace(home=home)
 
     @property
+    def sends_gradients(self) -> bool:
+        """True if gradients go home, to the host or over replicas, after a last backward."""
+        equipment = self._equipment
+        return equipment.home is not None or bool(equipment.layout.away_from_weights)
+
+    @property
     def layout(self) -> Layout:
         """The layout of the stages."""
         return self._equipment.layout

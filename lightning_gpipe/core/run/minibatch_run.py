@@ -39,7 +39,7 @@ from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.work import Work
-from lightning_gpipe.core.run.worker import WorkerTask
+from lightning_gpipe.core.run.worker import HostWorkerTask, WorkerTask
 from lightning_gpipe.core.schedules import Schedule
 from lightning_gpipe.core.transport import Exchange, Label, Transport
 
@@ -222,8 +222,9 @@ class MiniBatchRun:
         """
         layout = self.equipment.layout
         pass_of = {each.stage.partition.index: each for each in self.passes}
+        whole = (self.schedule if self.context.grad else exchange.phase).rows
         return [
-            WorkerTask(
+            (partial(HostWorkerTask, whole[w]) if w in layout.away_from_weights else WorkerTask)(
                 w,
                 layout.devices[w],
                 {j: pass_of[j] for j in layout.stages_of(w)},
@@ -237,6 +238,12 @@ class MiniBatchRun:
             )
             for w in layout.workers_here
         ]
+
+    def settle_weights(self) -> None:
+        """Let the host wait for copies of weights and gradients, at the end of a phase."""
+        for stage_pass in self.passes:
+            if stage_pass.host_weights is not None:
+                stage_pass.host_weights.settle()
 
     def finish_forward(self, everywhere: Sequence[nn.Parameter] = ()) -> list[Tensor]:
         """Check what layers did in forward, and return the leaves that will have gradients.

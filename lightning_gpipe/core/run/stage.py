@@ -77,6 +77,7 @@ class Stage:
         leaving: The routes of skip tensors to other stages.
         skip_bytes: The bytes of skip tensors that leave, in the latest micro-batch.
         followed: The slots of parameters whose home is another device.
+        on_host: Whether the home of its weights is the memory of the host, and it is on a device.
         modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
         skips: Whether a module stashes or pops skip tensors.
@@ -107,7 +108,8 @@ class Stage:
     def follow(self, layout: Layout) -> None:
         """Find the parameters to follow; raise ValueError if a copy of one is not enough."""
         self.followed = followed_slots(self.modules, self.device, layout.homes)
-        check_copies(self.followed, self.device, layout.homes)
+        self.on_host = layout.placement[self.partition.index] in layout.away_from_weights
+        check_copies(self.followed, self.device, layout.homes, on_host=self.on_host)
 
     def refresh(self) -> None:
         """Update :attr:`modules`, which the user may have changed since the last step."""
@@ -136,6 +138,7 @@ class Stage:
             device=self.device,
             followed=self.followed,
             values=values,
+            on_host=self.on_host,
             recomputed=recomputed,
             by_caller=by_caller,
         )

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -50,6 +52,8 @@ from lightning_gpipe.core.run.gradient_home import GradientTransfer
 from lightning_gpipe.core.run.guards.forbidden_edits import check_edits, check_unchanged
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
 from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
+from lightning_gpipe.core.run.host_weights import HostWeights
+from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_borders import apart, filled, gradients_in, sent
 from lightning_gpipe.core.run.work import Work
@@ -72,6 +76,7 @@ class StagePass:
         statistics: The statistics of the stage's batch norms, if they are deferred.
         lost_gradients: Watches for gradients that do not come through the outputs.
         transfer: Sends complete gradients home; None if they stay here.
+        host_weights: The weights, if their home is the host; else None.
     """
 
     transfer: GradientTransfer | None = None
@@ -93,14 +98,18 @@ class StagePass:
         self.works: dict[int, Work] = defaultdict(repeat(work).__next__)
         self.randomness = randomness
         self.shadows = shadows
+        self.host_weights = HostWeights(stage, shadows) if stage.on_host else None
         self.statistics = stage.statistics()
         self._context = context
+        on_host = self.host_weights
+        self._saving = context.saving if on_host is None else partial(on_host.saving, context)
         self._recomputed = recomputed
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
         self._bare = not (randomness.private or self.statistics or watch or work.terms)
         # Whether nothing but marked inputs is guarded; the caller must not find its own edited.
         self._marked = not (context.grad or stage.partition.index == 0)
+        self._copies = bool(stage.followed)
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._activations: dict[int, Activations] = {}
@@ -132,7 +141,7 @@ class StagePass:
             self.randomness.save(i)
             saved, hooks = self.stage.state.capture(behavior), self._context.dropping()
         else:
-            hooks = self._context.saving()
+            hooks = self._saving()
         outputs = self._run(i, inputs, behavior, first=True, hooks=hooks)
         if saved is not None and self.stage.last:
             outputs = apart(outputs, inputs)
@@ -169,6 +178,8 @@ class StagePass:
         elif not gradients.leaves:
             roots = []
         drawing = self.randomness.drawing_in_backward(i)
+        if self._copies and not self.shadows.in_place:  # a layer may run parts of itself again
+            drawing = together([drawing, self.shadows.swapped_in(self.stage.journal)])
         if drawing is NOTHING:
             self._backward.run(i, leaves, roots, gradients.leaves)
         else:
@@ -189,9 +200,16 @@ class StagePass:
 
     def send_gradients(self) -> None:
         """Send the gradients of the parameters home, after the last backward."""
+        if self.transfer is None and self.host_weights is None:
+            return
+        gradients: Sequence[Pair] = self.shadows.take_gradients()
+        if self.host_weights is not None:
+            gradients = self.host_weights.bring_home(gradients)
         if self.transfer is not None:
-            gradients = self.shadows.take_gradients()
-            self._left = self.transfer.send(self.stage.partition.index, gradients)
+            if self.host_weights is not None:
+                self.host_weights.settle()
+            gradients = self.transfer.send(self.stage.partition.index, gradients)
+        self._left = [*gradients]
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the sums of the gradients of parameters and captured leaves, and drop them.
@@ -203,7 +221,7 @@ class StagePass:
             if gradients:
                 raise RuntimeError(
                     "gradients of a stage must be complete after its last backward, when they are "
-                    f"sent to the other replicas: got some later on {self.stage}, from one that "
+                    f"sent home: got some later on {self.stage}, from one that "
                     "uses a tensor which its layers have kept. Pass the tensor on with the output."
                 )
             gradients, self._left = self._left, None
@@ -235,7 +253,7 @@ class StagePass:
         with self._as_in_forward():
             # Without hooks that layers registered on the inputs in forward.
             inputs = forward.inputs.detached()
-            hooks = self._context.saving()
+            hooks = self._saving()
             outputs = self._run(i, inputs, self._behavior(i, inputs), first=False, hooks=hooks)
         sizes = _sizes(outputs, work)
         if work.terms and sizes[-1] != forward.sizes[-1]:

@@ -7,6 +7,7 @@ from lightning_gpipe.core.schedules.action import (
     CALLER,
     Action,
     Kind,
+    Row,
     Span,
     predecessors,
     successor,
@@ -36,6 +37,7 @@ from lightning_gpipe.core.schedules.table import (
     kinds_for,
     schedule_for,
 )
+from lightning_gpipe.core.schedules.weight_moves import WeightMoves, weight_moves
 
 __all__ = [
     "ALWAYS_SPLIT",
@@ -48,11 +50,13 @@ __all__ = [
     "ByMicroBatch",
     "Kind",
     "Pattern",
+    "Row",
     "Schedule",
     "ScheduleKind",
     "ScheduleName",
     "Span",
     "Visit",
+    "WeightMoves",
     "check_activation_checkpointing",
     "check_by_micro_batch",
     "check_planned",
@@ -68,4 +72,5 @@ __all__ = [
     "predecessors",
     "schedule_for",
     "successor",
+    "weight_moves",
 ]

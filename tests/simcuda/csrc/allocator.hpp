@@ -76,4 +76,46 @@ struct Allocator final : c10::DeviceAllocator {
 
 inline Allocator allocator;
 
+// Pinned memory of the host: any, by its address.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    auto memory = at::getCPUAllocator()->allocate(size);
+    void* address = memory.get();
+    std::lock_guard<std::mutex> lock(mutex_);
+    sizes_[static_cast<const char*>(address)] = size;
+    auto* held = new c10::DataPtr(std::move(memory));
+    return {address, held, &release, c10::Device(c10::kCPU)};
+  }
+
+  bool has(const void* address) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto next = sizes_.upper_bound(static_cast<const char*>(address));
+    if (next == sizes_.begin()) return false;
+    auto found = std::prev(next);
+    return address < found->first + std::max<size_t>(found->second, 1);
+  }
+
+  void copy_data(void* to, const void* from, size_t size) const override {
+    std::memcpy(to, from, size);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+
+ private:
+  static void release(void* held);
+
+  mutable std::mutex mutex_;
+  std::map<const char*, size_t> sizes_;
+};
+
+inline PinnedAllocator pinned_allocator;
+
+inline void PinnedAllocator::release(void* held) {
+  auto* memory = static_cast<c10::DataPtr*>(held);
+  {
+    std::lock_guard<std::mutex> lock(pinned_allocator.mutex_);
+    pinned_allocator.sizes_.erase(static_cast<const char*>(memory->get()));
+  }
+  delete memory;
+}
+
 }  // namespace simulated

@@ -39,7 +39,8 @@ struct Hooks final : at::CUDAHooksInterface {
     return at::make_generator<Generator>(device < 0 ? getCurrentDevice() : device);
   }
 
-  at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  bool isPinnedPtr(const void* address) const override { return pinned_allocator.has(address); }
   at::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
   c10::Device getDeviceFromPtr(void* address) const override {
     std::lock_guard<std::mutex> lock(simulation().mutex);

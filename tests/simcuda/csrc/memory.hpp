@@ -6,7 +6,10 @@
 // told of those streams by record_stream.
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <deque>
+#include <limits>
 #include <map>
 #include <set>
 
@@ -38,13 +41,17 @@ struct Block {
 class Memory {
  public:
   explicit Memory(Streams& streams)
-      : streams_(streams), allocated_(streams.devices(), 0), peak_(streams.devices(), 0) {}
+      : streams_(streams), allocated_(streams.devices(), 0), peak_(streams.devices(), 0),
+        limit_(streams.devices(), std::numeric_limits<int64_t>::max()) {}
 
   void allocate(const void* address, int64_t size, int stream, const std::string& by) {
     if (!address) return;
+    int device = streams_.device_of(stream);
+    TORCH_CHECK_WITH(OutOfMemoryError, allocated_[device] + size <= limit_[device],
+        "CUDA out of memory. Tried to allocate ", size, " bytes. simulated GPU ", device, " has ",
+        limit_[device], " bytes, of which ", allocated_[device], " are allocated.");
     Block& block = blocks_[static_cast<const char*>(address)];
     block = Block{stream, size, {{{0, size}, stream, streams_.now(stream), true, by}}, {}};
-    int device = streams_.device_of(stream);
     allocated_[device] += size;
     peak_[device] = std::max(peak_[device], allocated_[device]);
   }
@@ -81,6 +88,7 @@ class Memory {
   int64_t allocated(int device) const { return allocated_.at(device); }
   int64_t peak(int device) const { return peak_.at(device); }
   void reset_peak(int device) { peak_.at(device) = allocated_.at(device); }
+  void set_limit(int device, int64_t bytes) { limit_.at(device) = bytes; }
 
   const std::deque<std::string>& hazards() const { return hazards_; }
   void forget_hazards() { hazards_.clear(); }
@@ -143,7 +151,7 @@ class Memory {
 
   Streams& streams_;
   Blocks blocks_;
-  std::vector<int64_t> allocated_, peak_;  // bytes by device
+  std::vector<int64_t> allocated_, peak_, limit_;  // bytes by device
   std::deque<std::string> hazards_;  // where they are, they stay: Python reads them
 };
 

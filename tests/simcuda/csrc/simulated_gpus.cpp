@@ -59,6 +59,11 @@ void simulated_reset_peak(int device) {
   simulation().memory.reset_peak(device);
 }
 
+void simulated_set_limit(int device, int64_t bytes) {
+  simulated::Lock lock(simulation().mutex);
+  simulation().memory.set_limit(device, bytes);
+}
+
 // The text of a hazard is valid until the hazards are forgotten.
 int simulated_hazards() {
   simulated::Lock lock(simulation().mutex);

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpipe.core.balance import ModelProfile
 from lightning_gpipe.core.data import check_chunks
+from lightning_gpipe.core.layout import Weights, check_weights
 from lightning_gpipe.core.planner import Plan
 from lightning_gpipe.core.schedules import (
     ALWAYS_SPLIT,
@@ -54,15 +55,21 @@ class Requested(NamedTuple):
     schedule: ScheduleName | Literal["auto"] = "fill_drain"
     split_backward: bool | Literal["auto"] = False
 
-    def check(self) -> None:
+    def check(self, weights: Weights = "device") -> None:
         """Refuse a setting of the wrong type, or with an impossible value."""
         if self.chunks != AUTO:
             check_chunks(self.chunks)
         if self.activation_checkpointing != AUTO:
             check_activation_checkpointing(self.activation_checkpointing)
         check_schedule_name(self.schedule)
+        check_weights(weights)
         if self.planned:
             check_planned(self.schedule)
+            if weights == "host":
+                raise ValueError(
+                    "a plan is for weights on the devices: got weights='host' and "
+                    f"{', '.join(self.planned)}. Write numbers, or leave weights out."
+                )
         if self.split_backward not in (True, False, AUTO):
             raise ValueError(
                 f"split_backward must be True, False or 'auto': got {self.split_backward!r}."

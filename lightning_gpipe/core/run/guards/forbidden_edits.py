@@ -35,10 +35,10 @@ def check_edits(stage: Stage, shadows: Shadows) -> None:
     lost = shadows.lost
     if lost is not None:
         raise RuntimeError(
-            "a parameter that stages on several devices share must not be edited in forward: got "
-            f"an edit of {stage.name_of(lost)}, which {stage} has a copy of, and the edit would be "
-            "lost. Edit it after the optimizer step, or choose a balance in which its layers are "
-            "on one device."
+            "a parameter that a stage has a copy of must not be edited in forward: got an edit of "
+            f"{stage.name_of(lost)}, whose home is not {stage}, so the edit would be lost. Edit it "
+            "after the optimizer step, choose a balance in which layers that share it are on one "
+            "device, or write weights='device' if it is 'host'."
         )
     frozen = [parameter for parameter in shadows.edited if not parameter.requires_grad]
     if not frozen:

@@ -199,7 +199,10 @@ class StepMiniBatch(MiniBatchRun):
             told,
             self._end_losses,
         )
-        first.variables.copy().run(self.transport.run, exchange, tasks, caller_task)
+        try:
+            first.variables.copy().run(self.transport.run, exchange, tasks, caller_task)
+        finally:
+            self.settle_weights()
         if not self.agreement.gets_gradients:
             exchange.receive_end()
         end = successor(self.schedule.last_backwards[-1])

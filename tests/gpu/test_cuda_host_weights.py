@@ -1,0 +1,390 @@
+"""Weights on the host: the numbers of weights on devices, in less memory than the model has.
+
+What a worker moves, and when, is in ``run/host_weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpipe import GPipe, GPipeStrategy
+from lightning_gpipe.core.layout import Weights
+from lightning_gpipe.core.schedules import ActivationCheckpointing
+from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers
+from tests.gpu.trainers import needs
+from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, assert_same_weights, fitted
+
+pytestmark = ON_GPU
+TWO = needs(2)
+
+SIDE = 128
+STAGES = 16
+STAGE = 8 * SIDE * (SIDE + 1)  # bytes of the parameters of one stage
+
+
+def deep(stages: int = STAGES) -> nn.Sequential:
+    """A Linear layer in float64 for each stage, always with the same weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(stages))).double()
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int, int], None]]:
+    """Limits the bytes of a device, in a function of its index and the bytes."""
+    devices: set[int] = set()
+
+    def limit(device: int, size: int) -> None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(size / total, device)
+        devices.add(device)
+
+    yield limit
+    for device in devices:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def steps(module: nn.Module, device: str, rows: int = 4, *, clip: bool = True) -> list[Any]:
+    """The losses of some steps, with gradients of two mini-batches each, and the weights."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(3):
+        for _ in range(2):
+            x = torch.randn(rows, SIDE, dtype=torch.float64, generator=generator)
+            loss = module(x.to(device)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        if clip:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [losses, [p.detach().cpu() for p in module.parameters()]]
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.skipif(
+    "simulated" not in torch.cuda.get_device_name(), reason="a GPU's blocks are larger"
+)
+def test_model_four_times_as_large_as_all_devices(
+    limited: Callable[[int, int], None], devices: int, mode: ActivationCheckpointing
+) -> None:
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    stages = (
+        32 * devices
+    )  # of which the devices have room for a quarter, less what they use already
+    expected = steps(deep(stages), "cpu")
+
+    for k in range(devices):
+        limited(k, torch.cuda.memory_allocated(k) + stages * STAGE // (4 * devices))
+    names = [f"cuda:{k}" for k in range(devices)]
+    pipeline = GPipe(
+        deep(stages),
+        [1] * stages,
+        devices=names,
+        chunks=4,
+        activation_checkpointing=mode,
+        weights="host",
+    )
+    found = steps(pipeline, names[-1])
+
+    assert_same(found, expected)
+    with pytest.raises(torch.OutOfMemoryError):
+        GPipe(deep(stages), [1] * stages, devices=names)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fill-drain": {},
+    "split": {"split_backward": True},
+    "never": {"activation_checkpointing": "never"},
+    "always": {"activation_checkpointing": "always"},
+    "inline": {"threads": False},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("devices", [[GPU], ["cuda:0", "cpu"], ["cuda:0", "cuda:1"]])
+def test_numbers_are_those_of_weights_on_devices(
+    devices: list[str], options: dict[str, Any]
+) -> None:
+    if torch.cuda.device_count() < len(devices):
+        pytest.skip("needs two GPUs")
+
+    def run(**more: Any) -> list[Any]:
+        pipeline = GPipe(deep(4), [1] * 4, devices=devices, chunks=3, **options, **more)
+        # The norm of all gradients is added up device by device.
+        return steps(pipeline, devices[-1], clip=False)
+
+    found, expected = run(weights="host"), run()
+
+    assert found[0] == expected[0]
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+
+
+@pytest.mark.parametrize(
+    "schedule, devices",
+    [("1f1b", 4), ("1f1b", 2), ("zero_bubble", 4), ("zero_bubble_v", 2)],
+)
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_loss_for_each_micro_batch(
+    schedule: Any, devices: int, mode: ActivationCheckpointing
+) -> None:
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    names = [f"cuda:{k}" for k in range(devices)]
+    around = nn.Linear(SIDE, SIDE).double()
+    x = torch.randn(8, SIDE, dtype=torch.float64)
+    torch.manual_seed(3)
+
+    def run(**options: Any) -> list[Any]:
+        pipeline = GPipe(
+            deep(4),
+            [1] * 4,
+            devices=names,
+            chunks=4,
+            folded=schedule == "zero_bubble_v",
+            activation_checkpointing=mode,
+            **options,
+        )
+        outside = pipeline.layout.outside
+        around.zero_grad()
+        around.to(outside)
+        outcome = pipeline.by_micro_batch(
+            lambda x: around(pipeline(x)).square().mean(),
+            x.to(outside),
+            schedule=schedule,
+            around=around,
+        )
+        assert outcome.loss is not None
+        (2 * outcome.loss).backward()
+        return [outcome.loss.detach(), gradients(pipeline), gradients(around)]
+
+    assert_same(run(weights="host"), run())
+
+
+def test_weights_come_twice_and_gradients_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"to the device": 0, "to the host": 0}
+    copy = Tensor.copy_
+
+    def counting(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if target.device != source.device:
+            counts["to the device" if target.is_cuda else "to the host"] += source.nbytes
+        return copy(target, source, non_blocking)
+
+    pipeline = GPipe(deep(6), [1] * 6, devices=[GPU], chunks=2, weights="host")
+    x = torch.randn(4, SIDE, dtype=torch.float64, device=GPU)
+    monkeypatch.setattr(Tensor, "copy_", counting)
+
+    pipeline(x).sum().backward()
+
+    # The last two stages stay from forward to backward.
+    assert counts == {"to the device": (2 * 6 - 2) * STAGE, "to the host": 6 * STAGE}
+    counts["to the device"] = 0
+    with torch.no_grad():
+        pipeline(x)
+    assert counts["to the device"] == 6 * STAGE
+
+
+def test_everything_but_the_weights_is_on_the_device() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    pipeline = GPipe(model, [1, 2], devices=[GPU], chunks=2, weights="host")
+
+    pipeline(torch.randn(8, 8, device=GPU)).sum().backward()
+
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert all(p.is_pinned() for p in model.parameters())
+    assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"cpu"}
+    assert {b.device.type for b in model.buffers()} == {"cuda"}
+    assert "weights on the host" in str(pipeline.layout)
+
+
+def test_shared_and_frozen_weights() -> None:
+    model = layers(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[3].weight = model[2].weight
+    model[4].requires_grad_(False)
+    plain, x = deepcopy(model), batch()
+    pipeline = GPipe(model, [3, 1, 2, len(plain) - 6], devices=[GPU], chunks=4, weights="host")
+
+    plain(x).square().sum().backward()
+    pipeline(x.to(GPU)).square().sum().backward()
+
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            assert_same(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_layer_that_runs_again_in_backward(weights: Weights) -> None:
+    class Again(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False).sin()
+
+    model = nn.Sequential(Again(8, 8), nn.Tanh(), Again(8, 8), Again(8, 8)).double()
+    model[3].weight = model[0].weight
+    plain, x = deepcopy(model), batch()
+    pipeline = GPipe(
+        model,
+        [1, 1, 1, 1],
+        devices=[GPU, GPU if torch.cuda.device_count() < 2 else "cuda:1"],
+        chunks=2,
+        activation_checkpointing=1,
+        weights=weights,
+    )
+
+    plain(x).sum().backward()
+    pipeline(x.to(GPU)).sum().backward()
+
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_gradients_that_the_user_asks_for() -> None:
+    plain, model = deep(3), deep(3)
+    x = torch.randn(4, SIDE, dtype=torch.float64)
+    pipeline = GPipe(model, [1] * 3, devices=[GPU], chunks=2, weights="host")
+
+    found = torch.autograd.grad(pipeline(x.to(GPU)).sum(), [*model.parameters()])
+
+    assert_same(found, torch.autograd.grad(plain(x).sum(), [*plain.parameters()]))
+
+
+def test_backward_that_comes_without_the_weights() -> None:
+    class Keeps(nn.Linear):
+        kept: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = super().forward(x).sin()
+            return self.kept * 2
+
+    first = Keeps(8, 8)
+    pipeline = GPipe(
+        nn.Sequential(first, nn.Linear(8, 8), nn.Linear(8, 8)),
+        [1, 1, 1],
+        devices=[GPU],
+        chunks=2,
+        weights="host",
+        activation_checkpointing="never",
+    )
+    pipeline(torch.randn(4, 8, device=GPU, requires_grad=True))
+
+    with pytest.raises(RuntimeError, match="weights are in the memory of the host"):
+        first.kept.sum().backward()
+
+
+def test_tensors_that_layers_keep_of_weights_stay_as_they_are() -> None:
+    class Keeps(nn.Linear):
+        turned: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.turned = self.weight.detach().t()
+            return super().forward(x)
+
+    first = Keeps(8, 8)
+    model = nn.Sequential(first, nn.Linear(8, 8), nn.Linear(8, 8))
+    pipeline = GPipe(model, [1, 1, 1], devices=[GPU], chunks=2, weights="host")
+
+    pipeline(torch.randn(4, 8, device=GPU)).sum().backward()
+
+    assert torch.equal(first.turned.cpu(), first.weight.detach().t())
+
+
+def test_edit_of_a_weight_in_forward() -> None:
+    class Edits(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return super().forward(x)
+
+    pipeline = GPipe(
+        nn.Sequential(Edits(8, 8), nn.Linear(8, 8)), [1, 1], devices=[GPU], weights="host"
+    )
+
+    with pytest.raises(RuntimeError, match=r"must not be edited .* layer 0\.weight.*'device'"):
+        pipeline(torch.randn(4, 8, device=GPU))
+
+
+def test_balance_may_change() -> None:
+    plain, model = deep(4), deep(4)
+    pipeline = GPipe(model, [1, 3], devices=[GPU], chunks=2, weights="host")
+    first = steps(pipeline, GPU)
+    pipeline.rebalance([2, 2])
+
+    found = [first, steps(pipeline, GPU)]
+
+    assert_same(found, [steps(plain, "cpu"), steps(plain, "cpu")])
+    assert "weights on the host" in str(pipeline.layout)
+
+
+def test_unknown_place() -> None:
+    with pytest.raises(ValueError, match="weights must be 'device' or 'host'.*got 'disk'"):
+        GPipe(deep(2), [1, 1], devices=[GPU], weights="disk")  # type: ignore[arg-type]  # the error
+
+
+class Deeper(Classifier):
+    """More stages than devices."""
+
+    def __init__(self, optimizer: str = "momentum", scheduled: bool = False) -> None:
+        widths = [FEATURES, *[WIDTH] * 7]
+        pairs = [[nn.Linear(widths[k], WIDTH), nn.Tanh()] for k in range(8)]
+        stack = nn.Sequential(*(layer for pair in pairs for layer in pair))
+        super().__init__(optimizer, scheduled, layers=stack)
+
+
+@pytest.mark.filterwarnings("ignore:All 8 stages of the pipeline share one device")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "momentum"},
+        {"optimizer": "adam", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+        {"optimizer": "adam", "precision": "16-mixed"},
+        {"optimizer": "adam", "precision": "bf16-mixed"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO)])
+def test_fit(tmp_path: Path, gpus: int, options: dict[str, Any]) -> None:
+    options = dict(options)
+    build = partial(Deeper, options.pop("optimizer"))
+
+    def run(**more: Any) -> L.Trainer:
+        strategy = GPipeStrategy([2] * 8, chunks=3, **more)
+        return fitted(tmp_path, strategy, build=build, accelerator="gpu", devices=gpus, **options)
+
+    assert_same_weights(run(weights="host"), run())
+
+
+@pytest.mark.filterwarnings("ignore:All 8 stages of the pipeline share one device")
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_resumed_elsewhere(tmp_path: Path, schedule: Any) -> None:
+    def run(epochs: int, path: Path | None = None, **more: Any) -> L.Trainer:
+        strategy = GPipeStrategy([2] * 8, chunks=4, schedule=schedule, **more)
+        return fitted(
+            tmp_path,
+            strategy,
+            build=partial(Deeper, "adam"),
+            accelerator="gpu",
+            devices=1,
+            max_epochs=epochs,
+            ckpt_path=path,
+        )
+
+    path = tmp_path / "half.ckpt"
+    run(1, weights="host").save_checkpoint(path)
+
+    assert_same_weights(run(2, path), run(2, path, weights="host"))
+
+
+def test_settings_cannot_be_planned() -> None:
+    with pytest.raises(ValueError, match="a plan is for weights on the devices.*chunks='auto'"):
+        GPipeStrategy(chunks="auto", weights="host")
