@@ -123,6 +123,7 @@ class GPipeStrategy(ParallelStrategy):
         weights: Where the weights of the stages are between their uses, with their gradients and
             the states of the optimizers: on the ``"device"`` of the stage, or on the ``"host"``,
             for models larger than the devices.
+        offload_activations: Whether what is kept for a backward waits for it on the host.
         verify: Whether to compare the pipeline with a plain run on the first training batch, which
             has no effect on training. If output, gradients or buffers differ, a RuntimeError names
             the layer; a difference with a known reason, such as a batch norm, is a warning. The
@@ -189,6 +190,7 @@ class GPipeStrategy(ParallelStrategy):
         verify: bool | Literal["sample"] = "sample",
         around: Literal["last", "first"] = "last",
         weights: Literal["device", "host"] = "device",
+        offload_activations: bool = False,
         processes: Mode = "single",
         outputs: Literal["all", "last", "auto"] = "auto",
         timeout: timedelta = default_pg_timeout,

@@ -55,6 +55,7 @@ class StrategyOptions:
     verify: bool | Literal["sample"]
     around: Around
     weights: Weights
+    offload_activations: bool
     processes: Mode
     outputs: Outputs
     timeout: timedelta

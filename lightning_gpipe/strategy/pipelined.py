@@ -147,6 +147,7 @@ class PipelinedModule:
             around=settings.around,
             folded=settings.folded,
             weights=settings.weights,
+            offload_activations=settings.offload_activations,
             **processes.of_pipeline(),
         )
         if settings.verify is True and not choice.order.by_micro_batch:  # else steps are verified

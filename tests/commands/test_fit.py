@@ -269,6 +269,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "verify": "sample",
         "around": "last",
         "weights": "device",
+        "offload_activations": False,
         "processes": "single",
         "timeout": "0:30:00",
         "lost_after": None,

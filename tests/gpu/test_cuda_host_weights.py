@@ -1,6 +1,7 @@
 """Weights on the host: the numbers of weights on devices, in less memory than the model has.
 
-What a worker moves, and when, is in ``run/host_weights``.
+What a worker moves, and when: ``host/weights``, ``host/side_copies``, ``host/memory`` and
+``host/traffic``.
 """
 
 from __future__ import annotations

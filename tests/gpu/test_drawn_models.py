@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpipe.core.layout import Weights
+from lightning_gpipe.core.run.host import waiting_activations
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import ON_GPU
 from tests.simcuda.hazards import NAME, FailOnHazard
@@ -53,9 +55,16 @@ fewer = settings(max_examples=settings().max_examples // 4)
 
 
 @fewer
-@given(case=cases(models()).filter(simulated), weights=st.sampled_from(get_args(Weights)))
-def test_drawn_models(hazards: Callable[[], list[str]], case: Case, weights: Weights) -> None:
-    check(case, gpus, weights=weights)
+@given(
+    case=cases(models()).filter(simulated),
+    weights=st.sampled_from(get_args(Weights)),
+    offload=st.booleans(),
+)
+def test_drawn_models(
+    hazards: Callable[[], list[str]], case: Case, weights: Weights, offload: bool
+) -> None:
+    with patch.object(waiting_activations, "_SMALL", 0):
+        check(case, gpus, weights=weights, offload_activations=offload)
 
     assert hazards() == []
 

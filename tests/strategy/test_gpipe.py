@@ -65,7 +65,7 @@ def test_public_names() -> None:
             "(balance='parameters', chunks=None, *, module=None, schedule='fill_drain', "
             "activation_checkpointing=None, deferred_batch_norm=True, "
             "microbatching=None, compile=False, threads='auto', split_backward=False, "
-            "verify='sample', around='last', weights='device', "
+            "verify='sample', around='last', weights='device', offload_activations=False, "
             "processes='single', outputs='auto', timeout=datetime.timedelta(seconds=1800), "
             "lost_after=None, "
             "process_group_backend=None, start_method='popen', replicas=1, ddp=None, "
@@ -76,7 +76,8 @@ def test_public_names() -> None:
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
             "microbatching=None, threads='auto', split_backward=False, around='last', "
-            "folded=False, weights='device', sample=None, optimizer=None, "
+            "folded=False, weights='device', offload_activations=False, sample=None, "
+            "optimizer=None, "
             "owners=None, group=None, lost_after=None)",
         ),
     ],

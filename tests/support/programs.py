@@ -88,6 +88,7 @@ def pipeline_of(
         activation_checkpointing=mode,
         microbatching=Rows(),
         deferred_batch_norm=True,
+        offload_activations=False,
         threads=False,
         split_backward=False,
         workers=Workers(layout),

@@ -40,6 +40,7 @@ from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageSt
 from lightning_gpipe.core.faithful.thread.context import (
     Autocast,
     Context,
+    Hooks,
     on_engine_thread,
     saved_tensors_hooks,
     without_checkpointing,
@@ -67,6 +68,7 @@ __all__ = [
     "DeferredStatistics",
     "ForeignGenerator",
     "Gather",
+    "Hooks",
     "Journal",
     "LazyManagers",
     "LibraryDraws",

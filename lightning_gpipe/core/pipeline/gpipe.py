@@ -96,6 +96,8 @@ class GPipe(StandIn):
             ``"host"``, for models larger than the devices. A device then has the weights of the
             stage at work and of its next one; buffers, and what is around the pipeline, stay on
             devices.
+        offload_activations: Whether what is kept for a backward waits for it in the memory of the
+            host: the inputs of a micro-batch that is recomputed, of others what autograd saves.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer. ``"auto"`` plans
             it: the layers are measured on the ``sample``, and the fastest prediction that fits the
             devices is taken.
@@ -158,6 +160,7 @@ class GPipe(StandIn):
         around: Around = "last",
         folded: bool = False,
         weights: Weights = "device",
+        offload_activations: bool = False,
         sample: Any = None,
         optimizer: Optimizers = None,
         owners: Sequence[int] | None = None,
@@ -209,6 +212,7 @@ class GPipe(StandIn):
                 activation_checkpointing=resolved.activation_checkpointing,
                 microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
                 deferred_batch_norm=deferred_batch_norm,
+                offload_activations=offload_activations,
                 threads=threads,
                 split_backward=resolved.split_backward,
                 workers=workers,

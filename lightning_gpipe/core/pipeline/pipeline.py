@@ -64,6 +64,7 @@ class Pipeline:
         activation_checkpointing: ActivationCheckpointing,
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
+        offload_activations: bool,
         threads: Threads,
         split_backward: bool,
         workers: Workers,
@@ -75,6 +76,7 @@ class Pipeline:
         self.split_backward = split_backward
         self.microbatching = microbatching
         self._deferred_batch_norm = deferred_batch_norm
+        self._offload_activations = offload_activations
         self._threads = threads
         self.engine = self._engine(layout, workers, connection, number)
         self.patches = Journal()
@@ -96,6 +98,7 @@ class Pipeline:
             layout,
             transport,
             deferred_batch_norm=self._deferred_batch_norm,
+            offload_activations=self._offload_activations,
             ways=ThreadsOrInline(layout.devices_here) if choose else None,
         )
 

@@ -63,6 +63,7 @@ class Engine:
 
     Args:
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
+        offload_activations: Whether activations wait in the memory of the host for their backward.
         ways: Chooses threads or one thread for each mini-batch; None leaves it to the transport.
 
     Attributes:
@@ -82,10 +83,17 @@ class Engine:
         transport: Transport,
         *,
         deferred_batch_norm: bool = True,
+        offload_activations: bool = False,
         ways: ThreadsOrInline | None = None,
     ) -> None:
         self.stages = tuple(
-            Stage(layout, j, deferred_batch_norm=deferred_batch_norm) for j in layout.stages_here
+            Stage(
+                layout,
+                j,
+                deferred_batch_norm=deferred_batch_norm,
+                offload_activations=offload_activations,
+            )
+            for j in layout.stages_here
         )
         self.step = 0
         self.timeline: Timeline | None = None
@@ -102,6 +110,11 @@ class Engine:
             LibraryDraws(),
             UnfinishedMiniBatches(),
             partial(training_flags_of, modules),
+            frozenset(
+                layout.placement[stage.partition.index]
+                for stage in self.stages
+                if stage.on_host or stage.offloads
+            ),
         )
         self._side_channels = SideChannels(layout.partitions)
         self._values_on_layers = ValuesOnLayers(self.stages)

@@ -242,7 +242,7 @@ class MiniBatch(MiniBatchRun):
             if self.inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
                 self.undo()
                 state.restore()
-            if self.equipment.layout.away_from_weights:
-                self.settle_weights()
+            if self.equipment.workers_on_host:
+                self.settle()
         if self.inline:
             context.clear_autocast_cache()

@@ -53,6 +53,7 @@ class Equipment(NamedTuple):
         stages: The stages of this process, in order.
         unfinished: Mini-batches whose backward has not run.
         training_flags: Returns the training flags of the stages of all processes.
+        workers_on_host: The workers whose stages have something in the memory of the host.
         home: The home of the stages' gradients; None if they stay in this process.
     """
 
@@ -63,6 +64,7 @@ class Equipment(NamedTuple):
     library_draws: LibraryDraws
     unfinished: UnfinishedMiniBatches
     training_flags: Callable[[], bytes]
+    workers_on_host: frozenset[int]
     home: GradientHome | None = None
 
 
@@ -222,9 +224,10 @@ class MiniBatchRun:
         """
         layout = self.equipment.layout
         pass_of = {each.stage.partition.index: each for each in self.passes}
+        on_host = self.equipment.workers_on_host
         whole = (self.schedule if self.context.grad else exchange.phase).rows
         return [
-            (partial(HostWorkerTask, whole[w]) if w in layout.away_from_weights else WorkerTask)(
+            (partial(HostWorkerTask, whole[w]) if w in on_host else WorkerTask)(
                 w,
                 layout.devices[w],
                 {j: pass_of[j] for j in layout.stages_of(w)},
@@ -239,11 +242,11 @@ class MiniBatchRun:
             for w in layout.workers_here
         ]
 
-    def settle_weights(self) -> None:
-        """Let the host wait for copies of weights and gradients, at the end of a phase."""
+    def settle(self) -> None:
+        """Let the host wait for the copies from it and to it, at the end of a phase."""
         for stage_pass in self.passes:
-            if stage_pass.host_weights is not None:
-                stage_pass.host_weights.settle()
+            if stage_pass.host is not None:
+                stage_pass.host.settle()
 
     def finish_forward(self, everywhere: Sequence[nn.Parameter] = ()) -> list[Tensor]:
         """Check what layers did in forward, and return the leaves that will have gradients.

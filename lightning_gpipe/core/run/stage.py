@@ -25,6 +25,7 @@ from lightning_gpipe.core.faithful import (
     modules_raising,
 )
 from lightning_gpipe.core.layout import (
+    HOST,
     Layout,
     Partition,
     check_copies,
@@ -70,6 +71,7 @@ class Stage:
         layout: The layout.
         j: The index of the stage.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
+        offload_activations: Whether activations wait in the memory of the host for their backward.
 
     Attributes:
         last: Whether its outputs are the caller's.
@@ -78,6 +80,7 @@ class Stage:
         skip_bytes: The bytes of skip tensors that leave, in the latest micro-batch.
         followed: The slots of parameters whose home is another device.
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
+        offloads: Whether its activations wait there for their backward.
         modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
         skips: Whether a module stashes or pops skip tensors.
@@ -88,9 +91,17 @@ class Stage:
         gather: Gathers moments of its batch norms in all replicas; None if each has its own.
     """
 
-    def __init__(self, layout: Layout, j: int, *, deferred_batch_norm: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        j: int,
+        *,
+        deferred_batch_norm: bool,
+        offload_activations: bool = False,
+    ) -> None:
         self.partition: Partition = layout.partitions[j]
         self.device: torch.device = layout.device_of(j)
+        self.offloads = offload_activations and self.device != HOST
         self.last = j == layout.n - 1
         self.arriving: tuple[Route, ...] = layout.arriving(j)
         self.leaving: tuple[Route, ...] = layout.leaving(j)

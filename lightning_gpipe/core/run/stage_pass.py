@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -52,7 +51,8 @@ from lightning_gpipe.core.run.gradient_home import GradientTransfer
 from lightning_gpipe.core.run.guards.forbidden_edits import check_edits, check_unchanged
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
 from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
-from lightning_gpipe.core.run.host_weights import HostWeights
+from lightning_gpipe.core.run.host.memory import HostMemory
+from lightning_gpipe.core.run.host.waiting_activations import returned
 from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_borders import apart, filled, gradients_in, sent
@@ -76,7 +76,7 @@ class StagePass:
         statistics: The statistics of the stage's batch norms, if they are deferred.
         lost_gradients: Watches for gradients that do not come through the outputs.
         transfer: Sends complete gradients home; None if they stay here.
-        host_weights: The weights, if their home is the host; else None.
+        host: What it has in the memory of the host; None if that is nothing.
     """
 
     transfer: GradientTransfer | None = None
@@ -98,11 +98,10 @@ class StagePass:
         self.works: dict[int, Work] = defaultdict(repeat(work).__next__)
         self.randomness = randomness
         self.shadows = shadows
-        self.host_weights = HostWeights(stage, shadows) if stage.on_host else None
+        on_host = stage.on_host or stage.offloads
+        self.host = HostMemory(stage, shadows) if on_host else None
         self.statistics = stage.statistics()
         self._context = context
-        on_host = self.host_weights
-        self._saving = context.saving if on_host is None else partial(on_host.saving, context)
         self._recomputed = recomputed
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
@@ -140,8 +139,10 @@ class StagePass:
         if i in self._recomputed:
             self.randomness.save(i)
             saved, hooks = self.stage.state.capture(behavior), self._context.dropping()
+        elif self.host is not None:
+            hooks = self.host.saving(self._context, i)
         else:
-            hooks = self._saving()
+            hooks = self._context.saving()
         outputs = self._run(i, inputs, behavior, first=True, hooks=hooks)
         if saved is not None and self.stage.last:
             outputs = apart(outputs, inputs)
@@ -189,6 +190,18 @@ class StagePass:
             self.lost_gradients.check_inputs(activations.former)
         return FlatTree(gradients_in(leaves), activations.inputs.spec)
 
+    def leave(self, i: int) -> None:
+        """Let what is kept for micro-batch ``i`` wait on the host for its backward."""
+        activations = self._activations.get(i)
+        assert self.host is not None and self.host.activations is not None, "they wait there"
+        if activations is None:
+            return
+        if activations.roots is not None:
+            self.host.activations.leave(i)
+        else:
+            inputs = self.host.activations.take(i, activations.inputs)
+            self._activations[i] = activations._replace(inputs=inputs, versions=versions_in(inputs))
+
     def weights(self, i: int) -> None:
         """Compute the gradients of the parameters that backward of micro-batch ``i`` has left."""
         with self.randomness.drawing_in_backward(i):
@@ -200,14 +213,15 @@ class StagePass:
 
     def send_gradients(self) -> None:
         """Send the gradients of the parameters home, after the last backward."""
-        if self.transfer is None and self.host_weights is None:
+        weights = None if self.host is None else self.host.weights
+        if self.transfer is None and weights is None:
             return
         gradients: Sequence[Pair] = self.shadows.take_gradients()
-        if self.host_weights is not None:
-            gradients = self.host_weights.bring_home(gradients)
+        if weights is not None:
+            gradients = weights.bring_home(gradients)
         if self.transfer is not None:
-            if self.host_weights is not None:
-                self.host_weights.settle()
+            if weights is not None:
+                weights.settle()
             gradients = self.transfer.send(self.stage.partition.index, gradients)
         self._left = [*gradients]
 
@@ -252,8 +266,11 @@ class StagePass:
         forward, work = self._activations[i], self.works[i]
         with self._as_in_forward():
             # Without hooks that layers registered on the inputs in forward.
-            inputs = forward.inputs.detached()
-            hooks = self._saving()
+            inputs, hooks = forward.inputs, self._context.saving()
+            if self.host is not None:
+                inputs = returned(inputs)
+                hooks = self.host.saving(self._context, i, at_once=True)
+            inputs = inputs.detached()
             outputs = self._run(i, inputs, self._behavior(i, inputs), first=False, hooks=hooks)
         sizes = _sizes(outputs, work)
         if work.terms and sizes[-1] != forward.sizes[-1]:

@@ -22,7 +22,7 @@ from lightning_gpipe.core.data import FlatTree, join, parted
 from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
 from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.run.guards.forbidden_edits import check_late_edit
-from lightning_gpipe.core.run.host_weights import WeightTraffic
+from lightning_gpipe.core.run.host.traffic import HostTraffic
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.schedules import Action, Kind, Row, successor
@@ -217,7 +217,7 @@ class WorkerTask(RowTask):
 
 
 class HostWorkerTask(WorkerTask):
-    """The task of a worker whose stages' weights are in the memory of the host.
+    """The task of a worker whose stages have something in the memory of the host.
 
     Args:
         whole: Its row of all phases that will run.
@@ -227,15 +227,14 @@ class HostWorkerTask(WorkerTask):
 
     def __init__(self, whole: Row, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        weights = {j: each.host_weights for j, each in self._passes.items()}
-        self._traffic = WeightTraffic(whole, weights)
+        self._traffic = HostTraffic(whole, self._passes)
 
-    def _with_weights(self, action: Action) -> None:
+    def _with_traffic(self, action: Action) -> None:
         self._traffic.before(action)
         WorkerTask._verbs[action.kind](self, action)
         self._traffic.after(action)
 
-    _verbs = dict.fromkeys(WorkerTask._verbs, _with_weights)
+    _verbs = dict.fromkeys(WorkerTask._verbs, _with_traffic)
 
 
 def _profiler_name(action: Action) -> Manager:

@@ -12,6 +12,12 @@ from lightning_gpipe.core.schedules.action import (
     predecessors,
     successor,
 )
+from lightning_gpipe.core.schedules.host_moves import (
+    ActivationMoves,
+    WeightMoves,
+    activation_moves,
+    weight_moves,
+)
 from lightning_gpipe.core.schedules.patterns import Pattern, Visit
 from lightning_gpipe.core.schedules.placement import counted, folded, looped
 from lightning_gpipe.core.schedules.recompute import (
@@ -37,7 +43,6 @@ from lightning_gpipe.core.schedules.table import (
     kinds_for,
     schedule_for,
 )
-from lightning_gpipe.core.schedules.weight_moves import WeightMoves, weight_moves
 
 __all__ = [
     "ALWAYS_SPLIT",
@@ -47,6 +52,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "ActivationCheckpointing",
+    "ActivationMoves",
     "ByMicroBatch",
     "Kind",
     "Pattern",
@@ -57,6 +63,7 @@ __all__ = [
     "Span",
     "Visit",
     "WeightMoves",
+    "activation_moves",
     "check_activation_checkpointing",
     "check_by_micro_batch",
     "check_planned",

@@ -202,7 +202,7 @@ class StepMiniBatch(MiniBatchRun):
         try:
             first.variables.copy().run(self.transport.run, exchange, tasks, caller_task)
         finally:
-            self.settle_weights()
+            self.settle()
         if not self.agreement.gets_gradients:
             exchange.receive_end()
         end = successor(self.schedule.last_backwards[-1])

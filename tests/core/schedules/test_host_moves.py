@@ -1,8 +1,13 @@
-"""When weights come and leave: before each use, with those of the next stage, and no others."""
+"""When weights and activations come and leave.
+
+Weights come before each use with those of the next stage, and no others. Activations leave once and
+come back once, unless they are needed soon.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,10 +15,12 @@ from hypothesis import strategies as st
 
 from lightning_gpipe.core.schedules import (
     Action,
+    ActivationMoves,
     Kind,
     Schedule,
     ScheduleName,
     WeightMoves,
+    activation_moves,
     fill_drain,
     looped,
     schedule_for,
@@ -81,3 +88,42 @@ def test_two_stages_of_a_device_stay(name: ScheduleName, placement: tuple[int, .
     for worker in range(2):
         loads = Counter(j for _, moves in in_one_row(schedule, worker) for j in moves.loads)
         assert set(loads.values()) == {1}
+
+
+def test_activations_of_three_micro_batches() -> None:
+    moves = activation_moves(fill_drain(3, (0,)).rows[0])
+
+    assert moves == {
+        Action(Kind.FORWARD, 0, 0): ActivationMoves(leaving=True),
+        Action(Kind.FORWARD, 1, 0): ActivationMoves(leaving=True),
+        Action(Kind.BACKWARD, 2, 0): ActivationMoves(fetches=((1, 0),)),
+        Action(Kind.BACKWARD, 1, 0): ActivationMoves(fetches=((0, 0),)),
+    }
+
+
+@given(
+    stages=st.integers(1, 6),
+    m=st.integers(1, 8),
+    recomputed=st.integers(0, 8),
+    name=st.sampled_from(["fill_drain", "1f1b", "zero_bubble"]),
+)
+def test_drawn_rows_of_activations(stages: int, m: int, recomputed: int, name: Any) -> None:
+    schedule = schedule_for(name, m, looped(stages, stages), recomputed=min(recomputed, m))
+    for row in schedule.rows:
+        moves = activation_moves(row)
+        away: set[tuple[int, int]] = set()
+        left = 0
+        for action in row:
+            move = moves.get(action, ActivationMoves())
+            assert away.issuperset(move.fetches)
+            away.difference_update(move.fetches)
+            if action.kind is not Kind.FORWARD:
+                assert (action.i, action.j) not in away
+                assert not move.leaving
+            elif move.leaving:
+                away.add((action.i, action.j))
+                left += 1
+        assert not away
+        forwards = [k for k, action in enumerate(row) if action.kind is Kind.FORWARD]
+        soon = sum(any(other.i == row[k].i for other in row[k + 1 : k + 3]) for k in forwards)
+        assert left == m - soon

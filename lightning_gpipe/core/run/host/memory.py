@@ -1,0 +1,48 @@
+"""What one pass through a stage has in the memory of the host."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_gpipe.core.faithful import Context, Manager, Shadows
+from lightning_gpipe.core.run.host.waiting_activations import HostActivations
+from lightning_gpipe.core.run.host.weights import HostWeights
+from lightning_gpipe.core.run.stage import Stage
+
+
+class HostMemory:
+    """What one pass through a stage has in the memory of the host.
+
+    Attributes:
+        weights: The weights, if their home is there.
+        activations: The activations, if they wait there.
+    """
+
+    def __init__(self, stage: Stage, shadows: Shadows) -> None:
+        self.weights = HostWeights(stage, shadows) if stage.on_host else None
+        self.activations = HostActivations(stage) if stage.offloads else None
+
+    def saving(self, context: Context, i: int, *, at_once: bool = False) -> Manager:
+        """Apply hooks to what autograd saves for micro-batch ``i`` in a ``with`` block.
+
+        If the backward comes ``at_once``, activations stay. Hooks of the caller decide about them,
+        if there are some.
+        """
+        hooks = context.saved_tensors_hooks
+        if hooks is None:
+            hooks = torch.Tensor.detach, _as_is
+            if self.activations is not None and not at_once:
+                hooks = self.activations.around(i, hooks)
+        if self.weights is not None:
+            hooks = self.weights.around(hooks)
+        return torch.autograd.graph.saved_tensors_hooks(*hooks)
+
+    def settle(self) -> None:
+        """Let the host wait for all copies that are under way."""
+        for each in (self.weights, self.activations):
+            if each is not None:
+                each.settle()
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

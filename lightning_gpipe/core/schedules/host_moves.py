@@ -1,0 +1,94 @@
+"""When a device gets what is in the memory of the host, and when that leaves it.
+
+Weights that live there are on a device only around their use. Each worker has those of the stage at
+work and of the one that it works on next: the next ones come while this one computes, and what is
+neither leaves. Activations that wait there for their backward leave after their forward, and come
+back while the action before is at work.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+from lightning_gpipe.core.schedules.action import Action, Kind, Row
+
+
+class WeightMoves(NamedTuple):
+    """The moves at one action, as indices of stages.
+
+    Attributes:
+        loads: The stages whose weights begin to come before the action.
+        drops: The stages whose weights leave after it.
+    """
+
+    loads: tuple[int, ...] = ()
+    drops: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=256)
+def weight_moves(row: Row) -> dict[Action, WeightMoves]:
+    """Return the moves of a worker's row; actions without any are left out.
+
+    One worker that goes through stages 0, 1 and 2 and back, with one micro-batch::
+
+        before | F0: load 0 and 1 | F1: load 2 |    |            | B1: load 0 |
+        action | F0               | F1         | F2 | B2         | B1         | B0
+        after  | drop 0           |            |    | B2: drop 2 | drop 1     | drop 0
+    """
+    uses = (action for action in row if action.kind is not Kind.GRADIENTS)
+    turns = [(j, list(actions)) for j, actions in groupby(uses, lambda action: action.j)]
+    stages = [j for j, _ in turns]
+    moves: dict[Action, WeightMoves] = {}
+    here: set[int] = set()
+    for k, (j, actions) in enumerate(turns):
+        if loads := tuple(other for other in stages[k : k + 2] if other not in here):
+            moves[actions[0]] = WeightMoves(loads)
+            here.update(loads)
+        if j not in stages[k + 1 : k + 3]:
+            last = moves.get(actions[-1], WeightMoves())
+            moves[actions[-1]] = last._replace(drops=(j,))
+            here.discard(j)
+    return moves
+
+
+class ActivationMoves(NamedTuple):
+    """The moves of activations at one action, by micro-batch and stage.
+
+    Attributes:
+        leaving: Whether those of the action begin to leave after it.
+        fetches: Those that begin to come back before it.
+    """
+
+    leaving: bool = False
+    fetches: tuple[tuple[int, int], ...] = ()
+
+
+_SOON = 2  # actions, in which it does not pay to leave
+
+
+@lru_cache(maxsize=256)
+def activation_moves(row: Row) -> dict[Action, ActivationMoves]:
+    """Return the moves of a worker's row; actions without any are left out.
+
+    Activations that are needed again soon stay, here those of micro-batch 2::
+
+        F0 F1 F2 B2 B1 B0
+        after F0: 0 leaves; after F1: 1 leaves; before B2: 1 comes; before B1: 0 comes
+    """
+    computing = [action for action in row if action.kind is not Kind.GRADIENTS]
+    forward = {(a.i, a.j): k for k, a in enumerate(computing) if a.kind is Kind.FORWARD}
+    moves: dict[Action, ActivationMoves] = {}
+    for k, action in enumerate(computing):
+        visit = action.i, action.j
+        if action.kind is Kind.FORWARD or visit not in forward:
+            continue
+        begun = forward.pop(visit)  # the first action after it: a recomputation or a backward
+        if k - begun > _SOON:
+            moves[computing[begun]] = moves.get(computing[begun], ActivationMoves())._replace(
+                leaving=True
+            )
+            before = moves.get(computing[k - 1], ActivationMoves())
+            moves[computing[k - 1]] = before._replace(fetches=(*before.fetches, visit))
+    return moves
