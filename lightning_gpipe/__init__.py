@@ -9,6 +9,7 @@ from lightning_gpipe.core.data import (
     PaddedSequences,
     Rows,
     collect_loss_terms,
+    loss_in_pieces,
     loss_term,
     whole,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "balance_by_time",
     "collect_loss_terms",
     "is_recomputing",
+    "loss_in_pieces",
     "loss_term",
     "plan",
     "profile",

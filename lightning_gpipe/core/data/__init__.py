@@ -20,6 +20,7 @@ from lightning_gpipe.core.data.microbatch.microbatching import (
 )
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.data.microbatch.rows import Rows
+from lightning_gpipe.core.data.pieces import loss_in_pieces
 from lightning_gpipe.core.data.pytree import (
     LEAF_SPEC,
     FlatTree,
@@ -80,6 +81,7 @@ __all__ = [
     "is_whole",
     "join",
     "joined",
+    "loss_in_pieces",
     "loss_term",
     "map_instances",
     "map_tensors",
