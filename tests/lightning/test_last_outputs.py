@@ -288,6 +288,48 @@ def test_draws_from_python_on_both_sides_of_calls_for_micro_batches(
         assert "got draws from random on both sides" in error
 
 
+class Ending(Classifier):
+    """Has a block around its call, whose end it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.most = 0, 0
+        self.ends: list[tuple[bool, bool]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            self.open -= 1
+            self.ends.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+
+
+def ends_of_blocks(root: Path) -> tuple[int, int, list[tuple[bool, bool]]]:
+    strategy = {"outputs": "last", "schedule": "1f1b", "chunks": 4}
+    made = trainer_over(
+        root,
+        "per_stage",
+        [3, 3],
+        strategy,
+        max_epochs=1,
+        limit_train_batches=2,
+        precision="bf16-mixed",
+    )
+    model = Ending()
+    made.fit(model, datamodule=Data())
+    return model.open, model.most, model.ends
+
+
+def test_blocks_around_calls_end_in_the_state_of_the_step(tmp_path: Path, two_ranks: Pool) -> None:
+    """A process that does not get the output leaves them at each call."""
+    (last, most, ends), other = two_ranks.run(ends_of_blocks, tmp_path)
+
+    assert (last, most, ends) == (0, 2, [(True, True)] * 8)
+    assert other == (0, 1, [(True, True)] * 8)
+
+
 class Two(Classifier):
     def __init__(self) -> None:
         super().__init__()

@@ -90,6 +90,22 @@ def test_weights_that_autocast_has_cached(pipe: Pipe) -> None:
 
 @pytest.mark.usefixtures("no_collector")
 @every_mode
+@with_and_without_threads
+def test_weights_that_autocast_has_cached_in_steps(pipe: Pipe) -> None:
+    layer = Weight()
+    pipeline = pipe(nn.Sequential(nn.Linear(3, 3), layer), [1, 1], copy=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            loss = pipeline.by_micro_batch(lambda x: pipeline(x).sum(), rows(7).float()).loss
+            assert loss is not None
+            loss.backward()
+            del loss
+        alive = {id(weight) for each in layer.weights if (weight := each()) is not None}
+        assert alive <= {id(layer.weight)}
+
+
+@pytest.mark.usefixtures("no_collector")
+@every_mode
 def test_forward_without_gradients_keeps_nothing(pipe: Pipe) -> None:
     pipeline, watch = watching(pipe)
 
