@@ -3,6 +3,7 @@
 That one process gives what the plain module gives, is proven in `test_steps_by_micro_batch.py`.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -289,3 +290,60 @@ def test_error_in_one_process(four_ranks: Pool, place: str, at: int, owners: Own
     for k, (error, _) in enumerate(found):
         assert error.startswith("OwnError" if k == rank else "RankFailed"), error
         assert k == rank or f"rank {rank}" in error
+
+
+def step_of_its_own(differs: str, rank: int) -> tuple[str, bool]:
+    """The error of a step that differs in one process, and whether the next one is right."""
+    torch.manual_seed(1)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.Linear(3, 3)).double()
+    pipeline = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=4, **processes((0, 1)))
+
+    def run() -> str:
+        return said(lambda: pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), rows(8)))
+
+    first = run()
+    if pipeline.layout.rank == rank:
+        if differs == "mode":
+            layers[1].eval()
+        else:
+            pipeline.chunks = 2
+    error = run()
+    layers.train()
+    pipeline.chunks = 4
+    right = first == run() == "none"
+    pipeline.close()
+    return error, right
+
+
+@pytest.mark.parametrize("differs", ["mode", "chunks"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_step_that_differs_in_one_process(two_ranks: Pool, differs: str, rank: int) -> None:
+    for error, right in two_ranks.run(step_of_its_own, differs, rank):
+        assert error.startswith("OutOfStep"), error
+        assert right
+
+
+def burn_at_the_end() -> str:
+    """The error of a step whose last backward fails late, on the first stage."""
+    fuse = Fuse()
+    layers = nn.Sequential(nn.Linear(3, 3), fuse, nn.Linear(3, 3)).double()
+    pipeline = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2, **processes((0, 1)))
+
+    def fail() -> None:
+        time.sleep(0.5)
+        raise OwnError
+
+    def run() -> None:
+        with pipeline.engine.outputs_at_last():
+            pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), rows(4))
+
+    fuse.light(("backward", 1), fail)
+    error = said(run)
+    pipeline.close()
+    return error
+
+
+def test_process_of_the_last_stage_waits_for_the_first(two_ranks: Pool) -> None:
+    first, last = two_ranks.run(burn_at_the_end)
+
+    assert first.startswith("OwnError") and last.startswith("RankFailed"), (first, last)
