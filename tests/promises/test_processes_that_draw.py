@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def refused(kind: str, at: int, mode: ActivationCheckpointing) -> tuple[str, Any]:
+def refused(
+    kind: str, at: int, mode: ActivationCheckpointing, *, by_step: bool = False
+) -> tuple[str, Any]:
     """What a step says, and what is drawn after it."""
     torch.manual_seed(4)
     random.seed(1)
@@ -141,21 +144,25 @@ def refused(kind: str, at: int, mode: ActivationCheckpointing) -> tuple[str, Any
         )
         message = "none"
         try:
-            pipeline(rows(7)).square().mean().backward()
+            if by_step:
+                pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), rows(7))
+            else:
+                pipeline(rows(7)).square().mean().backward()
         except RuntimeError as error:
             message = str(error)
         pipeline.close()
     return message, (torch.rand(()), random.random(), np.random.rand())
 
 
+@pytest.mark.parametrize("by_step", [False, True])
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("kind", ["random", "numpy"])
 def test_draw_from_the_generator_of_a_library_is_refused_in_all_processes(
-    four_ranks: Pool, kind: str, at: int, mode: ActivationCheckpointing
+    four_ranks: Pool, kind: str, at: int, mode: ActivationCheckpointing, by_step: bool
 ) -> None:
     """It would leave that generator in another state than in the other processes."""
-    found = four_ranks.run(refused, kind, at, mode, among=2)
+    found = four_ranks.run(partial(refused, by_step=by_step), kind, at, mode, among=2)
 
     pattern = REFUSED[kind][1]
     assert all(re.search(pattern, message) for message, _ in found), found

@@ -522,3 +522,30 @@ def test_traced_module_that_a_worker_runs(threads: bool) -> None:
     model.close()
 
     assert_same(gradients(model), gradients(plain))
+
+
+def test_no_step_is_said_to_run_while_layers_do() -> None:
+    """On one thread, where a step is suspended then, and nothing is logged for its micro-batch."""
+    running: list[int | None] = []
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            code = pipeline.engine.code
+            assert code is not None
+            running.append(code.running)
+            return x
+
+    pipeline = GPipe(
+        nn.Sequential(Looks(), nn.Linear(3, 3).double()), [1, 1], devices=["cpu"], chunks=3
+    )
+
+    def step(x: Tensor) -> Tensor:
+        code = pipeline.engine.code
+        assert code is not None
+        running.append(code.running)
+        return pipeline(x).mean()
+
+    pipeline.by_micro_batch(step, rows(6))
+
+    assert sorted(i for i in running if i is not None) == [0, 1, 2]
+    assert running.count(None) >= 3

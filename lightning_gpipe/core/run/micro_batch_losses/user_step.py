@@ -228,14 +228,13 @@ class UserStep:
             self._coroutines[i].close()
 
     def skip(self, i: int) -> None:
-        """Add the result of micro-batch ``i``, for which the code returned without a call."""
+        """Refuse a result of micro-batch ``i``, for which the code returned without a call."""
         if self.results[i] is not None:
             raise RuntimeError(
                 "training_step must call the pipeline once for each micro-batch: got a result for "
                 f"micro-batch {i} without a call. A step that returns None skips the batch; "
                 "schedule='fill_drain' allows any."
             )
-        self.losses.add(i, None)
 
     def go_back(self, i: int, gradients: Gradients) -> None:
         """Run backward from the inputs of the call for micro-batch ``i``, if any has a gradient."""
