@@ -23,6 +23,10 @@ class Explained(NamedTuple):
 
 _COST = "Costs time and changes nothing: "
 _NEVER = "Cannot happen: "
+_SOAK = "For an interrupt that comes between two lines: `make soak` strikes at each, and notices."
+_COPIES = (
+    "Needed on a real GPU, where copies go on beside the host; simulated ones are done at once."
+)
 
 EXPLAINED = (
     Explained(
@@ -88,4 +92,29 @@ EXPLAINED = (
         "timestamp.synchronize()",
         "Needed on a real GPU, as above.",
     ),
+    Explained(
+        "run/micro_batch_losses/step_minibatch.py",
+        "StepMiniBatch._run_step",
+        "self._outside.undo()",
+        _SOAK,
+    ),
+    Explained(
+        "run/micro_batch_losses/step_minibatch.py",
+        "StepMiniBatch._run_step",
+        "self.undo()",
+        _SOAK,
+    ),
+    Explained(
+        "run/micro_batch_losses/step_minibatch.py",
+        "StepMiniBatch._run_pipeline",
+        "finally: self.settle()",
+        _COPIES,
+    ),
+    Explained(
+        "run/micro_batch_losses/step_minibatch.py",
+        "StepMiniBatch._run_pipeline",
+        "self.settle()",
+        _COPIES,
+    ),
+    Explained("run/minibatch.py", "MiniBatch._run_workers", "self.settle()", _COPIES),
 )

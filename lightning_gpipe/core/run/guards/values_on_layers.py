@@ -95,7 +95,7 @@ class ValuesOnLayers:
 
     def end(self) -> None:
         """Drop the values of a mini-batch."""
-        self._before, self._first, self._variables = {}, {}, set()
+        self._before, self._held, self._first, self._variables = {}, [], {}, set()
 
     def _find_places(self) -> None:
         """Note where something is held now that was not there before the code."""
@@ -108,7 +108,6 @@ class ValuesOnLayers:
             for name, value in slots.items():
                 if held.get(name, _UNSET) is not value:
                     self._places[f"{path}.{name}"] = slots, name
-        self._before, self._held = {}, []
 
     def _changed(self, values: dict[str, list[Any]]) -> str | None:
         """Return the name of a value that is another than for micro-batch 0."""
