@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from benchmarks.harness import Options, Report, options
 from benchmarks.harness.keeping import Kept, kept
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
+from lightning_gpipe.core.schedules import SCHEDULES, ActivationCheckpointing, ByMicroBatch
 
 WORDS = 512
 BASE = "fill-drain"
@@ -62,6 +62,9 @@ WAYS = (
     Way("1F1B, except_last", "1f1b", mode="except_last"),
     Way("interleaved", "1f1b", looped=True),
     Way("zero bubble", "zero_bubble"),
+    Way("zero bubble, V", "zero_bubble_v", looped=True),
+    Way("V-Half", "v_half", looped=True),
+    Way("V-Min", "v_min", looped=True),
 )
 
 
@@ -118,6 +121,7 @@ def counted(given: Options, way: Way, *, trained: bool) -> Kept:
         chunks=given.chunks,
         activation_checkpointing=way.mode,
         split_backward=way.split,
+        folded=way.schedule is not None and SCHEDULES[way.schedule].folded,
         threads=False,
     )
     x = torch.randint(WORDS, (given.chunks * given.rows,))

@@ -27,7 +27,7 @@ from benchmarks.contestants.plain import mean_square
 from benchmarks.contestants.task import Task, stepping
 from benchmarks.harness import Contestant, Report, agree, contest, options, ratio
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.schedules import Action, ByMicroBatch, Kind, Schedule
+from lightning_gpipe.core.schedules import SCHEDULES, Action, ByMicroBatch, Kind, Schedule
 
 N = 4
 BASE = "fill-drain"
@@ -62,6 +62,8 @@ WAYS = (
     Way("interleaved, W", looped=True, schedule="1f1b", split=True),
     Way("zero bubble", schedule="zero_bubble", at_most=0.84),
     Way("zero bubble, V", looped=True, schedule="zero_bubble_v"),
+    Way("V-Half", looped=True, schedule="v_half", at_most=1.1),
+    Way("V-Min", looped=True, schedule="v_min", at_most=1.6),
 )
 
 
@@ -147,7 +149,7 @@ def running(
         chunks=m,
         activation_checkpointing="never",
         split_backward=way.split,
-        folded=way.schedule == "zero_bubble_v",
+        folded=way.schedule is not None and SCHEDULES[way.schedule].folded,
         threads=True,
     )
     parameters = list(pipeline.parameters())

@@ -21,6 +21,8 @@ TITLES = {
     "1f1b": "1F1B",
     "zero_bubble": "zero bubble",
     "zero_bubble_v": "zero bubble, two stages per device",
+    "v_half": "V-Half: half the memory of 1F1B",
+    "v_min": "V-Min: a third of it",
 }
 
 

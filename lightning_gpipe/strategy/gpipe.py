@@ -106,8 +106,9 @@ class GPipeStrategy(ParallelStrategy):
             ``"loss_weight"`` that training_step returns beside ``"loss"``. It needs automatic
             optimization, and the package greenlet. ``"zero_bubble"`` also splits backwards, so that
             devices wait less, and ``"zero_bubble_v"`` with two stages on each device, down the
-            devices and back, for less still. ``"auto"`` plans it, as ``chunks``, among those that
-            training_step allows, without the last.
+            devices and back, for less still; with those, ``"v_half"`` and ``"v_min"`` keep a half
+            and a third of the activations of ``"1f1b"``. ``"auto"`` plans it, as ``chunks``, among
+            those that training_step allows, without the last three.
         activation_checkpointing: The micro-batches that are recomputed. None is ``"except_last"``,
             and ``"never"`` for schedules other than fill-drain.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch.

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 def piped(**options: Any) -> dict[str, Any]:
     """The Trainer's arguments for three stages and a loss for each of four micro-batches."""
-    folded = options.get("schedule") == "zero_bubble_v"
+    folded = options.get("schedule") in ("zero_bubble_v", "v_half", "v_min")
     balance = [1] * 6 if folded else [2, 2, 2]
     return {
         "strategy": GPipeStrategy(balance, 4, **({"schedule": "1f1b"} | options)),
@@ -123,6 +123,8 @@ class Record(Callback):
         (Embedded, {"accumulate_grad_batches": 3}),
         (Embedded, {"schedule": "zero_bubble"}),
         (Embedded, {"schedule": "zero_bubble_v"}),
+        (Embedded, {"schedule": "v_half"}),
+        (Embedded, {"schedule": "v_min"}),
         (Lbfgs, {}),
         (Clipping, {}),
     ],
@@ -132,6 +134,8 @@ class Record(Callback):
         "accumulated by three",
         "zero bubble",
         "zero bubble, V",
+        "V-Half",
+        "V-Min",
         "LBFGS",
         "hooks",
     ],

@@ -33,6 +33,8 @@ SIZES = {
         "1f1b": [(2, 2), (4, 2)],
         "zero_bubble": [(2, 2)],
         "zero_bubble_v": [(4, 2)],
+        "v_half": [(4, 2)],
+        "v_min": [(4, 2)],
     },
     4: {"fill_drain": [(4, 4)], "1f1b": [(4, 4)], "zero_bubble": [(4, 4)]},
 }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, collect_loss_terms, loss_term
-from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
+from lightning_gpipe.core.schedules import SCHEDULES, ActivationCheckpointing, ByMicroBatch
 from tests.promises.test_processes import OWNERS, TiedAround, tied_layers
 from tests.promises.test_programs_of_micro_batches import TURNS, WITHOUT, Padded, Traced
 from tests.promises.test_steps_by_micro_batch import (
@@ -76,7 +76,7 @@ def run_drawn(case: Case, outside: Around, owners: Owners | None) -> Came:
         deferred_batch_norm=case.deferred,
         threads=case.threads,
         split_backward=case.split,
-        folded=schedule_of(case) == "zero_bubble_v",
+        folded=SCHEDULES[schedule_of(case)].folded,
         **processes(owners),
     )
     step = step_with(pipeline, scales, module, case, outside)
@@ -168,7 +168,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str | No
     "loop": (Padded, turns, "layers", 4),
     "traced": (Traced, turns, "stack", 12),
 }
-FOLDED = "zero_bubble_v"
 
 
 def run_model(
@@ -190,7 +189,7 @@ def run_model(
         devices=["cpu"] * devices,
         chunks=4,
         activation_checkpointing=mode,
-        folded=schedule == FOLDED,
+        folded=SCHEDULES[schedule].folded,
         **processes(owners),
     )
     optimizer = torch.optim.Adam(pipeline.parameters(), 0.01)
@@ -214,20 +213,22 @@ def run_model(
     return come_of(seen, model)
 
 
-SCHEDULES = [
+CUTS = [
     ("1f1b", 2, (0, 1), "never"),
     ("zero_bubble", 4, (0, 1, 0, 1), "never"),
     ("1f1b", 4, (1, 0), "always"),  # interleaved
     ("1f1b", 4, (0, 1, 2, 3), "except_last"),
     ("zero_bubble_v", 4, (0, 1), "never"),
     ("1f1b", 4, (0, 0, 1, 1), "never"),
+    ("v_half", 4, (0, 1), "always"),
+    ("v_min", 4, (0, 1), "never"),
 ]
 
 
 @pytest.mark.parametrize(
     "name, schedule, stages, owners, mode",
     # Each model with half of them, and each of them with half of the models.
-    [(name, *each) for k, name in enumerate(MODELS) for each in SCHEDULES[k % 2 :: 2]],
+    [(name, *each) for k, name in enumerate(MODELS) for each in CUTS[k % 2 :: 2]],
 )
 def test_models(
     four_ranks: Pool,

@@ -47,6 +47,7 @@ def test_public_names() -> None:
         "balance_by_time",
         "collect_loss_terms",
         "is_recomputing",
+        "loss_in_pieces",
         "loss_term",
         "plan",
         "profile",

@@ -61,6 +61,8 @@ STAGES: Sizes = {
     "1f1b": [(2, 2), (3, 3), (4, 2)],
     "zero_bubble": [(2, 2), (3, 3)],
     "zero_bubble_v": [(4, 2)],
+    "v_half": [(4, 2)],
+    "v_min": [(4, 2)],
 }
 SINGLE_STEPS = "averages", "every step"  # of automatic optimization
 

@@ -90,7 +90,7 @@ class GPipe(StandIn):
             ``"first"``. It is an end of the pipeline, so that it holds for any ``devices``. The
             code around the pipeline runs on one device, so embeddings and heads are together.
         folded: Whether the stages go down the devices and back, two on each: stage j of 2d is on
-            device j, from the d-th on on device 2d - 1 - j. For ``schedule="zero_bubble_v"``.
+            device j, from the d-th on on device 2d - 1 - j. For schedules in the form of a V.
         weights: Where the weights of the stages are between their uses, with their gradients and
             the optimizer's state: on the ``"device"`` of the stage, or in the memory of the
             ``"host"``, for models larger than the devices. A device then has the weights of the
@@ -293,8 +293,8 @@ class GPipe(StandIn):
             batch: The mini-batch: any pytree, cut like the model's input.
             schedule: ``"1f1b"``, with at most n - j micro-batches alive on stage j of n,
                 interleaved if devices have several stages; ``"zero_bubble"``, with at most n of
-                them, split backwards, and a device for each stage; or ``"zero_bubble_v"`` on stages
-                that are ``folded``.
+                them, split backwards, and a device for each stage; or, on stages that are
+                ``folded``, ``"zero_bubble_v"``, or with less memory ``"v_half"`` and ``"v_min"``.
             around: A module with all modules that the step uses around the model; None if it uses
                 none.
             scale: The factor of gradients while they are computed, as of a gradient scaler.

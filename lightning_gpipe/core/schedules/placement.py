@@ -18,8 +18,9 @@ def folded(n: int, workers: int) -> tuple[int, ...]:
     """
     if n != 2 * workers:
         raise ValueError(
-            f"schedule='zero_bubble_v' needs two stages on each device: got {counted(n, 'stage')} "
-            f"on {counted(workers, 'device')}. Write a balance of {2 * workers} numbers."
+            f"stages that go down the devices and back must be two on each: got "
+            f"{counted(n, 'stage')} on {counted(workers, 'device')}. Write a balance of "
+            f"{2 * workers} numbers, or another schedule than those in the form of a V."
         )
     return *range(workers), *reversed(range(workers))
 
@@ -31,6 +32,15 @@ def check_looped(name: str, placement: Sequence[int]) -> None:
         raise ValueError(
             f"schedule={name!r} needs stage j on device j mod {workers}: got the stages on devices "
             f"{list(placement)}. schedule='fill_drain' works with any."
+        )
+
+
+def check_folded(name: str, m: int, placement: Sequence[int]) -> None:
+    """Refuse a placement other than :func:`folded` for the schedule of this name."""
+    if tuple(placement) != folded(len(placement), 1 + max(placement)):
+        raise ValueError(
+            f"schedule={name!r} needs the stages on the devices in order, and back: got the stages "
+            f"on devices {list(placement)}. Write GPipe(..., folded=True)."
         )
 
 

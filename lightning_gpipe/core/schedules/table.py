@@ -21,12 +21,14 @@ from lightning_gpipe.core.schedules.patterns import (
     one_forward_one_backward_patterns,
     zero_bubble_patterns,
 )
+from lightning_gpipe.core.schedules.placement import check_folded
 from lightning_gpipe.core.schedules.schedule import Schedule
-from lightning_gpipe.core.schedules.zero_bubble_v import check_zero_bubble_v, zero_bubble_v_rows
+from lightning_gpipe.core.schedules.v_shaped import v_half_rows, v_min_rows
+from lightning_gpipe.core.schedules.zero_bubble_v import zero_bubble_v_rows
 
 # Literals, for the types of arguments; a test compares them with the table.
-ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble", "zero_bubble_v"]
-ByMicroBatch = Literal["1f1b", "zero_bubble", "zero_bubble_v"]
+ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble", "zero_bubble_v", "v_half", "v_min"]
+ByMicroBatch = Literal["1f1b", "zero_bubble", "zero_bubble_v", "v_half", "v_min"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,16 @@ SCHEDULES: Mapping[str, ScheduleDefinition] = {
     "zero_bubble": ScheduleDefinition(
         zero_bubble_patterns, check=check_zero_bubble, always_split=True, defers_weights=True
     ),
-    "zero_bubble_v": ScheduleDefinition(
-        rows=zero_bubble_v_rows, check=check_zero_bubble_v, folded=True, always_split=True
-    ),
+    **{
+        name: ScheduleDefinition(
+            rows=rows, check=partial(check_folded, name), folded=True, always_split=True
+        )
+        for name, rows in (
+            ("zero_bubble_v", zero_bubble_v_rows),
+            ("v_half", v_half_rows),
+            ("v_min", v_min_rows),
+        )
+    },
 }
 ALWAYS_SPLIT = tuple(name for name, each in SCHEDULES.items() if each.always_split)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors
-from lightning_gpipe.core.schedules.placement import folded
 
 
 def zero_bubble_v_rows(m: int, placement: Sequence[int], recomputed: int) -> tuple[Row, ...]:
@@ -26,15 +25,6 @@ def zero_bubble_v_rows(m: int, placement: Sequence[int], recomputed: int) -> tup
     with as much memory as 1F1B is called V-ZB; in "Zero Bubble Pipeline Parallelism" ZB-V.
     """
     return _Greedy(m, 1 + max(placement), recomputed).rows()
-
-
-def check_zero_bubble_v(m: int, placement: Sequence[int]) -> None:
-    """Refuse a placement that does not go down the devices and back."""
-    if tuple(placement) != folded(len(placement), 1 + max(placement)):
-        raise ValueError(
-            "schedule='zero_bubble_v' needs the stages on the devices in order, and back: got "
-            f"the stages on devices {list(placement)}. Write GPipe(..., folded=True)."
-        )
 
 
 class _Greedy:

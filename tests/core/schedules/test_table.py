@@ -1,6 +1,6 @@
 """The schedules of the table: their names, pictures, bubbles and memory.
 
-Here are also the tests of ``caller_row`` and ``zero_bubble_v``.
+Here are also the tests of ``caller_row``, ``zero_bubble_v`` and ``v_shaped``.
 """
 
 from textwrap import dedent
@@ -48,7 +48,7 @@ def test_new_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check_schedule_name("new")
     check_by_micro_batch("new", 3, (0, 1, 1, 0))
-    with pytest.raises(ValueError, match="'zero_bubble_v', 'new', or 'auto': got 'newer'"):
+    with pytest.raises(ValueError, match="'v_min', 'new', or 'auto': got 'newer'"):
         check_schedule_name("newer")
     assert is_by_micro_batch("new")
     assert schedule_for("new", 3, (0, 1, 1, 0)) == schedule_for("zero_bubble_v", 3, (0, 1, 1, 0))
@@ -124,6 +124,40 @@ def test_zero_bubble_v_holds_no_more_than_a_whole_stage_of_each_micro_batch(
         assert len(schedule.simulation.end) == m * (6 * workers + 3) + 2 * workers * recomputed
 
 
+def test_v_half() -> None:
+    assert str(schedule_for("v_half", 3, folded(4, 2))) == drawn("""
+        stage 0 (worker 0) | F0 .  .  .  F1 .  .  .  F2 .  B0 .  .  .  W0 .  B1 .  .  W1 .  B2 W2
+        stage 1 (worker 1) | .  F0 .  .  .  F1 .  .  .  B0 W0 F2 .  .  .  B1 W1 .  .  .  B2 W2 .
+        stage 2 (worker 1) | .  .  F0 .  .  .  F1 B0 W0 .  .  .  F2 B1 W1 .  .  .  B2 W2 .  .  .
+        stage 3 (worker 0) | .  .  .  F0 .  B0 W0 F1 .  .  .  B1 W1 F2 .  .  .  B2 W2 .  .  .  .
+        caller             | P0 P1 L0 P2 L1 L2 B0 B1 B2
+    """)
+
+
+def test_v_min() -> None:
+    assert str(schedule_for("v_min", 3, folded(4, 2))) == drawn("""
+        stage 0 (worker 0) | F0 .  .  .  .  .  F1 B0 W0 .  .  .  F2 B1 W1 .  .  .  .  B2 W2
+        stage 1 (worker 1) | .  F0 .  .  .  .  B0 F1 .  .  W0 .  B1 F2 .  .  W1 .  B2 .  W2
+        stage 2 (worker 1) | .  .  F0 .  .  B0 .  .  F1 W0 .  B1 .  .  F2 W1 .  B2 .  W2 .
+        stage 3 (worker 0) | .  .  .  F0 B0 W0 .  .  .  F1 B1 W1 .  .  .  F2 B2 W2 .  .  .
+        caller             | P0 L0 P1 L1 B0 P2 L2 B1 B2
+    """)
+
+
+@pytest.mark.parametrize("workers", [*range(1, 14), 64])
+def test_memory_of_v_shapes(workers: int) -> None:
+    """In stages of 1F1B, which holds one micro-batch for each device; of halves, so in twice."""
+    m, placement = 2 * workers + 3, folded(2 * workers, workers)
+
+    def most(name: ScheduleName) -> float:
+        schedule = schedule_for(name, m, placement, recomputed=workers)
+        assert len(schedule.simulation.end) == m * (6 * workers + 3) + 2 * workers * workers
+        return max(peak_live(schedule_for(name, m, placement))) / 2
+
+    assert most("v_half") <= workers / 2 + 1
+    assert most("v_min") <= workers / 3 + 4 / 3
+
+
 def test_caller_goes_on_to_what_came_before_the_call_when_it_need_not_wait() -> None:
     lines = str(schedule_for("1f1b", 6, one_each(2))).splitlines()
 
@@ -157,6 +191,8 @@ BUBBLES = {
     "interleaved, W": (11.1, 12.7, 6.8),
     "zero bubble": (11.1, 12.7, 6.8),
     "zero bubble, V": (5.9, 6.8, 3.5),
+    "half, V": (20.0, 21.3, 11.9),
+    "min, V": (18.6, 22.0, 12.3),
     "except the last": (22.5, 25.0, 14.2),
     "except the last, W": (16.2, 18.2, 9.9),
 }
@@ -178,6 +214,10 @@ def of_name(name: str, n: int, m: int) -> Schedule:
             return schedule_for("1f1b", m, two, split=split)
         case "zero bubble" if weights:
             return schedule_for("zero_bubble_v", m, folded(2 * n, n))
+        case "half":
+            return schedule_for("v_half", m, folded(2 * n, n))
+        case "min":
+            return schedule_for("v_min", m, folded(2 * n, n))
     return schedule_for("zero_bubble", m, one_each(n))
 
 
@@ -199,6 +239,8 @@ def test_most_alive(n: int, m: int) -> None:
     assert alive("except the last") == (1,) * n
     # Of two stages each, so of halves.
     assert alive("zero bubble, V") == (2 * n,) * n
+    assert max(alive("half, V")) == n + 2
+    assert max(alive("min, V")) == {4: 4, 8: 8}[n]
     assert alive("interleaved") == tuple(2 * (n - 1 - w) + n + 1 for w in range(n))
     assert alive("looped fill-drain") == (2 * m,) * n
 
@@ -241,5 +283,5 @@ def test_settings_that_cannot_be() -> None:
     check_by_micro_batch("zero_bubble_v", 3, (0, 1, 1, 0))
     with pytest.raises(ValueError, match=r"in order, and back: got .* \[0, 1, 0, 1\]"):
         check_by_micro_batch("zero_bubble_v", 3, (0, 1, 0, 1))
-    with pytest.raises(ValueError, match="two stages on each device: got 3 stages on 3 devices"):
+    with pytest.raises(ValueError, match="must be two on each: got 3 stages on 3 devices"):
         check_by_micro_batch("zero_bubble_v", 3, one_each(3))
