@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
@@ -104,8 +104,16 @@ class LastOutputs:
 
         return step
 
-    def run(self, step: Callable[[], Any], *, trains: bool) -> Any:
+    def run(
+        self,
+        step: Callable[[], Any],
+        *,
+        trains: bool,
+        logging: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Any:
         """Return the result of a step; the others get its loss, if it ``trains``, or nothing.
+
+        What it logs is logged in ``logging()``, the state in which a Trainer runs such a step.
 
         Raises:
             RuntimeError: If the step calls the pipeline a second time, or optimizes by itself.
@@ -129,7 +137,8 @@ class LastOutputs:
             self._calls = outcome["calls"]
             if not at_last.here:
                 result = self._follow(at_last, outcome, result)
-        self._replay(self._calls)
+        with logging():
+            self._replay(self._calls)
         return result
 
     def _outcome(self, step: StepAtLast, result: Any, before: _State | None) -> Mapping[str, Any]:

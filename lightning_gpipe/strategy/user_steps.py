@@ -107,7 +107,10 @@ class UserSteps:
     ) -> Callable[..., Any]:
         """Return the function that runs a training step whose outputs are for the last stage."""
         if self._by_micro_batch is not None:
-            return lambda *args, **kwargs: last.run(partial(step, *args, **kwargs), trains=True)
+            logging = precision.train_step_context
+            return lambda *args, **kwargs: last.run(
+                partial(step, *args, **kwargs), trains=True, logging=logging
+            )
         return last.training(precision, self._in_wrapper)
 
     @contextmanager

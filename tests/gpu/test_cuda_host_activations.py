@@ -43,12 +43,12 @@ def peak(pipeline: GPipe, chunks: int) -> float:
     """The most memory of a step beside its batch and outputs, in what a layer saves."""
     x = torch.randn(chunks * ROWS, WIDE, dtype=torch.float64, device=GPU, requires_grad=True)
     pipeline(x).sum().backward()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize(GPU)
+    before = torch.cuda.memory_allocated(GPU)
+    torch.cuda.reset_peak_memory_stats(GPU)
     pipeline(x).sum().backward()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / SAVED
+    torch.cuda.synchronize(GPU)
+    return (torch.cuda.max_memory_allocated(GPU) - before) / SAVED
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

@@ -330,6 +330,33 @@ def test_blocks_around_calls_end_in_the_state_of_the_step(tmp_path: Path, two_ra
     assert other == (0, 1, [(True, True)] * 8)
 
 
+class Single(Classifier):
+    """Logs a number in single precision."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("single", loss.detach().float(), on_step=True, on_epoch=True)
+        return loss
+
+
+def types_of_logs(root: Path, schedule: str, outputs: str) -> dict[str, torch.dtype]:
+    strategy = {"outputs": outputs, "schedule": schedule, "chunks": 2}
+    made = trainer_over(root, "per_stage", [3, 3], strategy, max_epochs=1, precision="64-true")
+    made.fit(Single(), datamodule=Data())
+    return {name: value.dtype for name, value in made.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_precision_of_what_is_logged(tmp_path: Path, two_ranks: Pool, schedule: str) -> None:
+    """Once means over an epoch were in single precision."""
+    found, expected = (
+        two_ranks.run(types_of_logs, tmp_path, schedule, outputs) for outputs in ("last", "all")
+    )
+
+    assert found == expected
+    assert expected[0]["single_epoch"] == torch.float64
+
+
 class Two(Classifier):
     def __init__(self) -> None:
         super().__init__()
