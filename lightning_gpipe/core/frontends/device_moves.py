@@ -108,7 +108,7 @@ def move_home(layout: Layout) -> None:
             forget_values(parameter)
         elif parameter.device != device:
             move(parameter, device)
-        if device == HOST and layout.weights == "host":
+        if device == HOST and layout.away_from_weights:
             _pin(parameter)
 
 

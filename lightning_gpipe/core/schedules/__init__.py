@@ -13,7 +13,6 @@ from lightning_gpipe.core.schedules.action import (
     successor,
 )
 from lightning_gpipe.core.schedules.host_moves import (
-    ActivationMoves,
     WeightMoves,
     activation_moves,
     weight_moves,
@@ -52,7 +51,6 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "ActivationCheckpointing",
-    "ActivationMoves",
     "ByMicroBatch",
     "Kind",
     "Pattern",

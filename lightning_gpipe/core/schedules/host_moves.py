@@ -8,6 +8,7 @@ back while the action before is at work.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -31,11 +32,11 @@ class WeightMoves(NamedTuple):
 def weight_moves(row: Row) -> dict[Action, WeightMoves]:
     """Return the moves of a worker's row; actions without any are left out.
 
-    One worker that goes through stages 0, 1 and 2 and back, with one micro-batch::
+    A worker that goes through its stages 0, 1 and 2, and back::
 
-        before | F0: load 0 and 1 | F1: load 2 |    |            | B1: load 0 |
-        action | F0               | F1         | F2 | B2         | B1         | B0
-        after  | drop 0           |            |    | B2: drop 2 | drop 1     | drop 0
+        at work   | stage 0 | 1 | 2 | 1 | 0
+        loads     | 0 and 1 | 2 |   | 0 |
+        drops     | 0       |   | 2 | 1 | 0
     """
     uses = (action for action in row if action.kind is not Kind.GRADIENTS)
     turns = [(j, list(actions)) for j, actions in groupby(uses, lambda action: action.j)]
@@ -53,42 +54,33 @@ def weight_moves(row: Row) -> dict[Action, WeightMoves]:
     return moves
 
 
-class ActivationMoves(NamedTuple):
-    """The moves of activations at one action, by micro-batch and stage.
-
-    Attributes:
-        leaving: Whether those of the action begin to leave after it.
-        fetches: Those that begin to come back before it.
-    """
-
-    leaving: bool = False
-    fetches: tuple[tuple[int, int], ...] = ()
-
-
 _SOON = 2  # actions, in which it does not pay to leave
+
+Visit = tuple[int, int]  # a micro-batch and a stage
 
 
 @lru_cache(maxsize=256)
-def activation_moves(row: Row) -> dict[Action, ActivationMoves]:
-    """Return the moves of a worker's row; actions without any are left out.
+def activation_moves(row: Row) -> tuple[frozenset[Action], Mapping[Action, Visit]]:
+    """Return the moves of the activations in a worker's row.
 
     Activations that are needed again soon stay, here those of micro-batch 2::
 
         F0 F1 F2 B2 B1 B0
         after F0: 0 leaves; after F1: 1 leaves; before B2: 1 comes; before B1: 0 comes
+
+    Returns:
+        The forwards after which activations leave, and what begins to come before an action.
     """
     computing = [action for action in row if action.kind is not Kind.GRADIENTS]
-    forward = {(a.i, a.j): k for k, a in enumerate(computing) if a.kind is Kind.FORWARD}
-    moves: dict[Action, ActivationMoves] = {}
+    forwards = {(a.i, a.j): k for k, a in enumerate(computing) if a.kind is Kind.FORWARD}
+    leaving: list[Action] = []
+    coming: dict[Action, Visit] = {}
     for k, action in enumerate(computing):
         visit = action.i, action.j
-        if action.kind is Kind.FORWARD or visit not in forward:
+        if action.kind is Kind.FORWARD or visit not in forwards:
             continue
-        begun = forward.pop(visit)  # the first action after it: a recomputation or a backward
-        if k - begun > _SOON:
-            moves[computing[begun]] = moves.get(computing[begun], ActivationMoves())._replace(
-                leaving=True
-            )
-            before = moves.get(computing[k - 1], ActivationMoves())
-            moves[computing[k - 1]] = before._replace(fetches=(*before.fetches, visit))
-    return moves
+        forward = forwards.pop(visit)  # this is the first action after it
+        if k - forward > _SOON:
+            leaving.append(computing[forward])
+            coming[computing[k - 1]] = visit
+    return frozenset(leaving), coming

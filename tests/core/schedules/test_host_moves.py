@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from lightning_gpipe.core.schedules import (
     Action,
-    ActivationMoves,
     Kind,
     Schedule,
     ScheduleName,
@@ -91,14 +90,10 @@ def test_two_stages_of_a_device_stay(name: ScheduleName, placement: tuple[int, .
 
 
 def test_activations_of_three_micro_batches() -> None:
-    moves = activation_moves(fill_drain(3, (0,)).rows[0])
+    leaving, coming = activation_moves(fill_drain(3, (0,)).rows[0])
 
-    assert moves == {
-        Action(Kind.FORWARD, 0, 0): ActivationMoves(leaving=True),
-        Action(Kind.FORWARD, 1, 0): ActivationMoves(leaving=True),
-        Action(Kind.BACKWARD, 2, 0): ActivationMoves(fetches=((1, 0),)),
-        Action(Kind.BACKWARD, 1, 0): ActivationMoves(fetches=((0, 0),)),
-    }
+    assert leaving == {Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 1, 0)}
+    assert coming == {Action(Kind.BACKWARD, 2, 0): (1, 0), Action(Kind.BACKWARD, 1, 0): (0, 0)}
 
 
 @given(
@@ -110,20 +105,16 @@ def test_activations_of_three_micro_batches() -> None:
 def test_drawn_rows_of_activations(stages: int, m: int, recomputed: int, name: Any) -> None:
     schedule = schedule_for(name, m, looped(stages, stages), recomputed=min(recomputed, m))
     for row in schedule.rows:
-        moves = activation_moves(row)
+        leaving, coming = activation_moves(row)
         away: set[tuple[int, int]] = set()
-        left = 0
         for action in row:
-            move = moves.get(action, ActivationMoves())
-            assert away.issuperset(move.fetches)
-            away.difference_update(move.fetches)
+            if action in coming:
+                away.remove(coming[action])
             if action.kind is not Kind.FORWARD:
                 assert (action.i, action.j) not in away
-                assert not move.leaving
-            elif move.leaving:
+            if action in leaving:
                 away.add((action.i, action.j))
-                left += 1
         assert not away
         forwards = [k for k, action in enumerate(row) if action.kind is Kind.FORWARD]
         soon = sum(any(other.i == row[k].i for other in row[k + 1 : k + 3]) for k in forwards)
-        assert left == m - soon
+        assert len(leaving) == m - soon

@@ -23,17 +23,17 @@ class HostTraffic:
             j: x.activations for j, x in hosts.items() if x.activations is not None
         }
         self._passes = passes
-        self._weight_moves = weight_moves(row) if self._weights else {}
-        self._activation_moves = activation_moves(row) if self._activations else {}
+        self._weight_moves = weight_moves(row if self._weights else ())
+        self._leaving, self._coming = activation_moves(row if self._activations else ())
 
     def before(self, action: Action) -> None:
         """Begin to move what the action and those after it need, and wait for the former."""
         if moves := self._weight_moves.get(action):
             for j in moves.loads:
                 self._weights[j].load()
-        if fetches := self._activation_moves.get(action):
-            for i, j in fetches.fetches:
-                self._activations[j].fetch(i)
+        if visit := self._coming.get(action):
+            i, j = visit
+            self._activations[j].fetch(i)
         if weights := self._weights.get(action.j):
             weights.await_values()
         if activations := self._activations.get(action.j):
@@ -41,7 +41,7 @@ class HostTraffic:
 
     def after(self, action: Action) -> None:
         """Let go of what is not needed soon."""
-        if (leaving := self._activation_moves.get(action)) and leaving.leaving:
+        if action in self._leaving:
             self._passes[action.j].leave(action.i)
         if moves := self._weight_moves.get(action):
             for j in moves.drops:

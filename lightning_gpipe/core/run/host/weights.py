@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import record_stream
 from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, placeholder
+from lightning_gpipe.core.layout import HOST
 from lightning_gpipe.core.run.host.side_copies import Copies
 from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.run.stage import Stage
@@ -81,11 +82,11 @@ class HostWeights:
         return partial(self._pack, pack), partial(self._unpack, unpack)
 
     def bring_home(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Begin to copy the gradients of weights to the host."""
+        """Begin to copy the gradients of weights on the host there."""
         at_home = []
         with self._copies.beside("to the host") as stream:
             for weight, gradient in pairs:
-                if weight.device != gradient.device:
+                if weight.device == HOST != gradient.device:
                     on_device, gradient = gradient, _to_host(gradient)
                     record_stream(on_device, stream)
                 at_home.append((weight, gradient))
