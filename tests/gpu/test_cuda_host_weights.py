@@ -299,18 +299,30 @@ def test_tensors_that_layers_keep_of_weights_stay_as_they_are() -> None:
     assert torch.equal(first.turned.cpu(), first.weight.detach().t())
 
 
-def test_edit_of_a_weight_in_forward() -> None:
+@pytest.mark.parametrize("way", ["in place", "by its data", "other data"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_edit_of_a_weight_in_forward(stages: int, way: str, mode: ActivationCheckpointing) -> None:
     class Edits(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.mul_(2)
-            return super().forward(x)
+            if way == "other data":
+                self.weight.data = 2 * self.weight.data
+            else:
+                with torch.no_grad():
+                    (self.weight if way == "in place" else self.weight.data).mul_(2)
+            return super().forward(x.detach())
 
+    model = nn.Sequential(Edits(8, 8), *(nn.Linear(8, 8) for _ in range(stages)))
     pipeline = GPipe(
-        nn.Sequential(Edits(8, 8), nn.Linear(8, 8)), [1, 1], devices=[GPU], weights="host"
+        model,
+        [1] * (stages + 1),
+        devices=[GPU],
+        chunks=2,
+        weights="host",
+        activation_checkpointing=mode,
     )
 
-    with pytest.raises(RuntimeError, match=r"must not be edited .* layer 0\.weight.*'device'"):
+    with pytest.raises(RuntimeError, match=r"must not be .* layer 0\.weight"):
         pipeline(torch.randn(4, 8, device=GPU))
 
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_gpipe.core.layout import Weights
@@ -63,6 +63,7 @@ fewer = settings(max_examples=settings().max_examples // 4)
 def test_drawn_models(
     hazards: Callable[[], list[str]], case: Case, weights: Weights, offload: bool
 ) -> None:
+    assume(weights == "device" or "momentum" not in case.model.words)  # which edits a weight
     with patch.object(waiting_activations, "_SMALL", 0):
         check(case, gpus, weights=weights, offload_activations=offload)
 

@@ -81,6 +81,7 @@ class Stage:
         followed: The slots of parameters whose home is another device.
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
         offloads: Whether its activations wait there for their backward.
+        times_loaded: The number of mini-batches for which its weights came from the host.
         modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
         skips: Whether a module stashes or pops skip tensors.
@@ -101,6 +102,7 @@ class Stage:
     ) -> None:
         self.partition: Partition = layout.partitions[j]
         self.device: torch.device = layout.device_of(j)
+        self.times_loaded = 0
         self.offloads = offload_activations and self.device != HOST
         self.last = j == layout.n - 1
         self.arriving: tuple[Route, ...] = layout.arriving(j)
@@ -179,7 +181,7 @@ class Stage:
             if module.training != training
         )
 
-    def name_of(self, parameter: nn.Parameter) -> str:
+    def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter in the layers, such as ``layer 3.linear.weight``."""
         for title, layer in zip(self.partition.titles, self.partition.layers, strict=True):
             for name, other in layer.named_parameters():

@@ -248,7 +248,8 @@ class StagePass:
 
     def finish_forward(self) -> None:
         """Refuse forbidden edits, update running statistics, and record parameters' versions."""
-        check_edits(self.stage, self.shadows)
+        weights = None if self.host is None else self.host.weights
+        check_edits(self.stage, self.shadows, None if weights is None else weights.edited)
         if self._watch is not None:
             self._watch.close()
         self.shadows.record_versions()

@@ -36,13 +36,13 @@ class _WatchedParameter:
         self.copy = leaf_like(parameter, False, parameter.device) if copied else None
         self._version = version_of(parameter)
         self._pointer = parameter.data_ptr()
-        self._sums = None if copied else _sums(parameter)
+        self._sums = None if copied else checksums(parameter)
 
     @property
     def moved(self) -> bool:
         """True if it has another value."""
         if self._sums is not None:
-            return not torch.equal(_sums(self.parameter), self._sums)
+            return not torch.equal(checksums(self.parameter), self._sums)
         return self.copy is not None and not equal(self.parameter, self.copy)
 
     @property
@@ -133,8 +133,8 @@ def _watched(slots: Iterable[Slot], *, copied: bool) -> list[_WatchedParameter]:
 
 
 @torch.no_grad()
-def _sums(parameter: Tensor) -> Tensor:
-    """Sums over the elements and their squares: equal as long as nothing is edited."""
+def checksums(parameter: Tensor) -> Tensor:
+    """Return sums over the elements and their squares: equal as long as nothing is edited."""
     value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     sums = [value.sum(dtype=torch.float64)]
     if value.is_floating_point():

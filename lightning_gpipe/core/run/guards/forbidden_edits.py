@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import Shadows
 from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.stage import Stage, modules_in
 
 
-def check_edits(stage: Stage, shadows: Shadows) -> None:
-    """Raise if a layer did to a parameter in forward what cannot be honoured: an edit or a hook."""
+def check_edits(stage: Stage, shadows: Shadows, lost: Tensor | None = None) -> None:
+    """Raise if a layer did to a parameter in forward what cannot be honoured: an edit or a hook.
+
+    ``lost`` is one of which a copy was edited, beside those that the shadows know of.
+    """
     hooked = shadows.hooked
     if hooked is not None:
         raise RuntimeError(
@@ -32,7 +35,7 @@ def check_edits(stage: Stage, shadows: Shadows) -> None:
             f"data of {stage.name_of(replaced)}. Write weight.data.copy_(value) instead of "
             "weight.data = value."
         )
-    lost = shadows.lost
+    lost = shadows.lost if lost is None else lost
     if lost is not None:
         raise RuntimeError(
             "a parameter that a stage has a copy of must not be edited in forward: got an edit of "

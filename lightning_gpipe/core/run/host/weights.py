@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import record_stream
-from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, placeholder
+from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, checksums, placeholder
 from lightning_gpipe.core.layout import HOST
 from lightning_gpipe.core.run.host.side_copies import Copies
 from lightning_gpipe.core.run.shared_parameters import Pair
@@ -46,6 +46,11 @@ class HostWeights:
         self._pairs = shadows.hosted  # of tensors on the host and on the device
         self._weight_of: dict[int, int] = {}  # by the storage, while the values are on the device
         self._coming: torch.cuda.Event | None = None  # until the device waits for it
+        stage.times_loaded += 1
+        # Whether to look for edits, which would be lost: it takes time, so in few mini-batches.
+        self._examined = stage.times_loaded & (stage.times_loaded - 1) == 0
+        self._loaded: list[Tensor] = []  # checksums of the values that are on the device
+        self._left: list[tuple[list[Tensor], list[Tensor]]] = []  # before and after each turn
         self._copies = Copies(stage.device)
         self.settle = self._copies.settle
 
@@ -68,13 +73,32 @@ class HostWeights:
         if self._coming is not None:
             torch.cuda.current_stream(self._device).wait_event(self._coming)
             self._coming = None
+            if self._examined:
+                self._loaded = self._checksums()
 
     def drop(self) -> None:
         """Give the memory back; what the device computes until now still finds the weights."""
         self.await_values()
+        if self._examined:
+            self._left.append((self._loaded, self._checksums()))
         self._weight_of = {}
         for weight, copy in self._pairs:
             copy.data = placeholder(weight, self._device)
+
+    @property
+    def edited(self) -> Tensor | None:
+        """A weight that was edited on the device, if it was looked for and there is one."""
+        turns = self._left
+        if self._examined and self._weight_of and self._coming is None:
+            turns = [*turns, (self._loaded, self._checksums())]
+        for before, after in turns:
+            for k, (weight, _) in enumerate(self._pairs):
+                if not torch.equal(before[k], after[k]):
+                    return weight
+        return None
+
+    def _checksums(self) -> list[Tensor]:
+        return [checksums(copy.detach()) for _, copy in self._pairs]
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return hooks with which autograd saves no weights, and what is none with ``hooks``."""
