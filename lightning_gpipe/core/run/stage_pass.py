@@ -179,8 +179,8 @@ class StagePass:
         elif not gradients.leaves:
             roots = []
         drawing = self.randomness.drawing_in_backward(i)
-        if self._copies and not self.shadows.in_place:  # a layer may run parts of itself again
-            drawing = together([drawing, self.shadows.swapped_in(self.stage.journal)])
+        if self._copies:
+            drawing = self._with_copies(drawing)
         if drawing is NOTHING:
             self._backward.run(i, leaves, roots, gradients.leaves)
         else:
@@ -204,7 +204,8 @@ class StagePass:
 
     def weights(self, i: int) -> None:
         """Compute the gradients of the parameters that backward of micro-batch ``i`` has left."""
-        with self.randomness.drawing_in_backward(i):
+        drawing = self.randomness.drawing_in_backward(i)
+        with self._with_copies(drawing) if self._copies else drawing:
             self._backward.run_weights(i)
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
@@ -261,6 +262,12 @@ class StagePass:
         self._activations.clear()
         self._backward.clear()
         return self.lost_gradients
+
+    def _with_copies(self, drawing: Manager) -> Manager:
+        """Let layers find the copies of their parameters too, in backward: parts may run again."""
+        if self.shadows.in_place:
+            return drawing
+        return together([drawing, self.shadows.swapped_in(self.stage.journal)])
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
