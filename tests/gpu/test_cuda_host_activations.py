@@ -21,6 +21,7 @@ from lightning_gpipe.core.run.host import waiting_activations
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers
 from tests.support.lightning_modules import Classifier, assert_same_weights, fitted
+from tests.support.models import Call
 
 pytestmark = ON_GPU
 
@@ -155,6 +156,57 @@ def test_edit_of_what_is_saved() -> None:
     output = pipeline(torch.randn(8, 8, device=GPU))
 
     with pytest.raises(RuntimeError, match="must not be edited between a forward and its backward"):
+        output.sum().backward()
+
+
+class _Forgets(torch.autograd.Function):
+    """Saves what its backward does not read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.exp())
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+def test_what_is_saved_and_not_read() -> None:
+    """It comes back, and its memory is given back before anybody has waited for it."""
+    pipeline = GPipe(
+        nn.Sequential(nn.Linear(8, 8), Call(_Forgets.apply), nn.Linear(8, 8)),
+        [1, 1, 1],
+        devices=[GPU],
+        chunks=4,
+        activation_checkpointing="never",
+        offload_activations=True,
+    )
+
+    pipeline(torch.randn(8, 8, device=GPU)).sum().backward()
+
+
+def test_backward_that_comes_before_that_of_the_pipeline() -> None:
+    class Keeps(nn.Linear):
+        kept: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = super().forward(x).sin().exp()
+            return self.kept * 2
+
+    first = Keeps(8, 8)
+    pipeline = GPipe(
+        nn.Sequential(first, nn.Linear(8, 8), nn.Linear(8, 8)),
+        [1, 1, 1],
+        devices=[GPU],
+        chunks=4,
+        activation_checkpointing="never",
+        offload_activations=True,
+    )
+    output = pipeline(torch.randn(8, 8, device=GPU))
+    first.kept.sum().backward()
+
+    with pytest.raises(RuntimeError, match="a tensor with a graph must be handed out"):
         output.sum().backward()
 
 

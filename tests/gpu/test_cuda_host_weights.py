@@ -104,6 +104,19 @@ def test_model_four_times_as_large_as_all_devices(
         GPipe(deep(stages), [1] * stages, devices=names)
 
 
+@pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="a GPU's blocks are larger")
+def test_stage_that_does_not_fit(limited: Callable[[int, int], None]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 400), nn.Linear(400, 2))
+    pipeline = GPipe(model, [1] * 4, devices=[GPU], chunks=2, weights="host")
+    x = torch.randn(4, 2, device=GPU)
+    limited(0, torch.cuda.memory_allocated(0) + 3000)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        pipeline(x)
+
+    assert "raised in loading the weights of stage 2" in "".join(caught.value.__notes__)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "fill-drain": {},
     "split": {"split_backward": True},

@@ -100,12 +100,6 @@ EXPLAINED = (
     ),
     Explained(
         "run/micro_batch_losses/step_minibatch.py",
-        "StepMiniBatch._run_step",
-        "self.undo()",
-        _SOAK,
-    ),
-    Explained(
-        "run/micro_batch_losses/step_minibatch.py",
         "StepMiniBatch._run_pipeline",
         "finally: self.settle()",
         _COPIES,
@@ -117,4 +111,42 @@ EXPLAINED = (
         _COPIES,
     ),
     Explained("run/minibatch.py", "MiniBatch._run_workers", "self.settle()", _COPIES),
+    Explained(
+        "run/micro_batch_losses/user_step.py",
+        "UserStep._resume",
+        "finally: self.running = None",
+        "After an error the code of the mini-batch is dropped, and nobody asks what runs.",
+    ),
+    Explained("run/host/memory.py", "HostMemory.settle", "each.settle()", _COPIES),
+    Explained("run/host/side_copies.py", "Copies.settle", "event.synchronize()", _COPIES),
+    Explained(
+        "run/host/side_copies.py",
+        "Copies.settle",
+        "self._under_way.clear()",
+        _COST + "the host would wait again for what it has waited for.",
+    ),
+    Explained(
+        "run/host/traffic.py",
+        "HostTraffic.before",
+        "self._activations[j].fetch(i)",
+        _COST + "what is not fetched ahead is fetched where it is read.",
+    ),
+    Explained(
+        "run/host/waiting_activations.py",
+        "HostActivations._move",
+        "self._away[i] = list(map(ref, moved))",
+        _COST + "as above, nothing would be fetched ahead.",
+    ),
+    Explained(
+        "run/host/waiting_activations.py",
+        "_HostMemory.fetch",
+        "stream.wait_event(self._left)",
+        _COPIES,
+    ),
+    Explained(
+        "run/host/weights.py",
+        "HostWeights.await_values",
+        "self._coming = None",
+        _COST + "each action would wait again for what has come.",
+    ),
 )
