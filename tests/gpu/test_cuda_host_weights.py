@@ -25,6 +25,7 @@ from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers
 from tests.gpu.trainers import needs
 from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, assert_same_weights, fitted
+from tests.support.vocabulary import Checkpointed
 
 pytestmark = ON_GPU
 TWO = needs(2)
@@ -261,6 +262,29 @@ def test_layer_that_runs_again_in_backward(weights: Weights, split: bool) -> Non
     for _ in range(4):  # how backwards are split is found in the first ones
         plain(x).sum().backward()
         pipeline(x.to(GPU)).sum().backward()
+
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_backwards_of_two_mini_batches_at_once(weights: Weights) -> None:
+    """On one thread autograd may begin the second one while a layer of the first runs again."""
+    layers = [Checkpointed(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
+    layers[2][0].weight = layers[0][0].weight
+    model = nn.Sequential(*layers).double()
+    plain = deepcopy(model)
+    pipeline = GPipe(
+        model,
+        [1, 1, 1],
+        devices=[GPU],
+        chunks=3,
+        threads=False,
+        weights=weights,
+    )
+    for k in range(3):
+        x, y = batch(8, seed=k), batch(5, seed=k + 9)
+        (plain(x).square().sum() + plain(y).sin().sum()).backward()
+        (pipeline(x.to(GPU)).square().sum() + pipeline(y.to(GPU)).sin().sum()).backward()
 
     assert_same(gradients(model), gradients(plain))
 

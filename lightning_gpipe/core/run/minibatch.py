@@ -174,7 +174,10 @@ class MiniBatch(MiniBatchRun):
         self._unfinished.remove(self)  # this backward checks it
         self._unfinished.settle()
         for stage in self.equipment.stages:
-            stage.journal.reset()  # another mini-batch may have failed since forward
+            if stage.in_backward:  # on one thread autograd may run this within another's
+                self.outer = *self.outer, stage
+            else:
+                stage.journal.reset()  # another mini-batch may have failed since forward
         for stage_pass in self.passes:
             stage_pass.lost_gradients.check()
             if self._examined:  # else autograd says so, in other words

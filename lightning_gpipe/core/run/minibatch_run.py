@@ -85,10 +85,12 @@ class MiniBatchRun:
         timeline: The record of the actions, once it has begun.
         by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
         transfer: Sends the stages' gradients home; None if they stay in this process.
+        outer: The stages in a backward of another mini-batch, within which this one runs.
     """
 
     timeline: Timeline
     transfer: GradientTransfer | None = None
+    outer: Sequence[Stage] = ()
 
     def __init__(
         self,
@@ -288,7 +290,8 @@ class MiniBatchRun:
     def undo(self) -> None:
         """Undo what an interrupted run on this thread has left in the modules."""
         for stage in self.equipment.stages:
-            stage.journal.undo()
+            if stage not in self.outer:
+                stage.journal.undo()
 
     def _randomness(self, generators: SharedGenerators | None, stage: Stage) -> Randomness:
         devices = {torch.device("cpu"), stage.device} - self.shared

@@ -82,6 +82,7 @@ class Stage:
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
         offloads: Whether its activations wait there for their backward.
         times_loaded: The number of mini-batches for which its weights came from the host.
+        in_backward: Whether its modules have the copies of a backward that runs.
         modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
         skips: Whether a module stashes or pops skip tensors.
@@ -103,6 +104,7 @@ class Stage:
         self.partition: Partition = layout.partitions[j]
         self.device: torch.device = layout.device_of(j)
         self.times_loaded = 0
+        self.in_backward = False
         self.offloads = offload_activations and self.device != HOST
         self.last = j == layout.n - 1
         self.arriving: tuple[Route, ...] = layout.arriving(j)

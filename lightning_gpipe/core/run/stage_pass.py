@@ -267,7 +267,9 @@ class StagePass:
         """Let layers find the copies of their parameters too, in backward: parts may run again."""
         if self.shadows.in_place:
             return drawing
-        return together([drawing, self.shadows.swapped_in(self.stage.journal)])
+        journal = self.stage.journal
+        told = journal.changed([(vars(self.stage), "in_backward", True)])
+        return together([drawing, told, self.shadows.swapped_in(journal)])
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
