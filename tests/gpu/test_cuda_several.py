@@ -80,6 +80,22 @@ def test_edit_of_a_weight_that_another_gpu_has(pipe: Pipe, grad: bool) -> None:
         pipeline(batch().float().to(GPUS[0]))
 
 
+class EditsData(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(2)
+        return super().forward(x)
+
+
+def test_edit_by_its_data_of_a_weight_that_another_gpu_has(pipe: Pipe) -> None:
+    """Once it was lost, silently."""
+    first, edits = nn.Linear(3, 3), EditsData(3, 3)
+    edits.weight = first.weight
+    pipeline = pipe(nn.Sequential(first, edits).double(), [1, 1], devices=GPUS[:2], copy=False)
+
+    with pytest.raises(RuntimeError, match=r"a copy of must not be edited .* layer 1\.weight"):
+        pipeline(batch().to(GPUS[0]))
+
+
 # Streams, threads, current devices.
 
 

@@ -39,6 +39,7 @@ from lightning_gpipe.core.data.pytree import (
 from lightning_gpipe.core.data.tensor_search import holds_tensor, requires_grad
 from lightning_gpipe.core.data.tensors import (
     bytes_of,
+    checksums,
     copy_values,
     equal,
     identity,
@@ -70,6 +71,7 @@ __all__ = [
     "bytes_of",
     "check_chunks",
     "check_microbatching",
+    "checksums",
     "collect_loss_terms",
     "copy_marks",
     "copy_values",

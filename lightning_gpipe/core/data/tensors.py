@@ -91,3 +91,13 @@ def parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_nested:
         return list(tensor.unbind())
     return [tensor] if layout is torch.strided else [tensor.to_dense()]
+
+
+@torch.no_grad()
+def checksums(parameter: Tensor) -> Tensor:
+    """Return sums over the elements and their squares: equal as long as nothing is edited."""
+    value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    sums = [value.sum(dtype=torch.float64)]
+    if value.is_floating_point():
+        sums.append(torch.linalg.vector_norm(value, dtype=torch.float64))
+    return torch.stack(sums).nan_to_num()

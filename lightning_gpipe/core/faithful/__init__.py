@@ -36,7 +36,6 @@ from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
 from lightning_gpipe.core.faithful.state.buffers import BufferState
 from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
-from lightning_gpipe.core.faithful.state.parameters import checksums
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
 from lightning_gpipe.core.faithful.thread.context import (
     Autocast,
@@ -93,7 +92,6 @@ __all__ = [
     "Write",
     "add_note",
     "check_batch_norms",
-    "checksums",
     "default_generator",
     "has_hooks",
     "has_memory",

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_gpipe.core.data import checksums
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.parameter_slots import ParameterSlots
@@ -44,6 +45,7 @@ class Shadows:
         followed: The slots of parameters with another home.
         values: The values of followed parameters that have none in this process, by their ids.
         on_host: Whether followed parameters at home on the host get their values later.
+        examined: Whether to look for edits of copies by their values, which takes time.
         recomputed: Whether forward will run again, so that edits in between must be detected.
         by_caller: Returns whether the calling code is the caller's, which must not find shadows.
             None if it does not run while they are in the slots.
@@ -64,6 +66,7 @@ class Shadows:
         followed: Collection[Slot] = (),
         values: Mapping[int, Tensor] | None = None,
         on_host: bool = False,
+        examined: bool = False,
         recomputed: bool = True,
         by_caller: Callable[[], bool] | None = None,
     ) -> None:
@@ -77,6 +80,8 @@ class Shadows:
         self._watched: list[nn.Parameter] = []  # whose edits are detected
         self._values = values or {}
         self._on_host = on_host
+        self.examined = examined
+        self._checksums: dict[int, Tensor] = {}  # of copies, by id as above
         self.hosted: list[tuple[Tensor, Tensor]] = []
         self.in_place = False
         for module in modules:
@@ -113,6 +118,8 @@ class Shadows:
                 shadow = leaf_like(parameter, requires_grad, copied_to=device, value=value)
             if hosted:
                 self._host(parameter, shadow)
+            elif self.examined and has_memory(shadow):
+                self._checksums[key] = checksums(shadow)
             self._copied[key] = parameter, shadow, version_of(shadow)
         self._of[key] = parameter, shadow
         return shadow
@@ -191,8 +198,10 @@ class Shadows:
     @property
     def lost(self) -> nn.Parameter | None:
         """A followed parameter whose copy was edited in place, if there is one."""
-        for parameter, shadow, version in self._copied.values():
-            if version_of(shadow) != version:
+        for key, (parameter, shadow, version) in self._copied.items():
+            before = self._checksums.get(key)  # an edit by its data has another version counter
+            same = before is None or torch.equal(before, checksums(shadow))
+            if version_of(shadow) != version or not same:
                 return parameter
         return None
 

@@ -81,7 +81,6 @@ class Stage:
         followed: The slots of parameters whose home is another device.
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
         offloads: Whether its activations wait there for their backward.
-        times_loaded: The number of mini-batches for which its weights came from the host.
         in_backward: Whether its modules have the copies of a backward that runs.
         modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
@@ -103,7 +102,7 @@ class Stage:
     ) -> None:
         self.partition: Partition = layout.partitions[j]
         self.device: torch.device = layout.device_of(j)
-        self.times_loaded = 0
+        self._times_copied = 0
         self.in_backward = False
         self.offloads = offload_activations and self.device != HOST
         self.last = j == layout.n - 1
@@ -147,6 +146,7 @@ class Stage:
         by_caller: Callable[[], bool] | None = None,
     ) -> Shadows:
         """Make shadows for one mini-batch; ``values`` are of parameters without values here."""
+        self._times_copied += bool(self.followed)
         return Shadows(
             self.modules,
             grad=grad,
@@ -154,6 +154,7 @@ class Stage:
             followed=self.followed,
             values=values,
             on_host=self.on_host,
+            examined=self._times_copied & (self._times_copied - 1) == 0,
             recomputed=recomputed,
             by_caller=by_caller,
         )

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_gpipe.core.data import bytes_of, copy_values, equal
+from lightning_gpipe.core.data import bytes_of, checksums, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.shadow import has_memory, leaf_like
@@ -130,16 +130,6 @@ def _all(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
 def _watched(slots: Iterable[Slot], *, copied: bool) -> list[_WatchedParameter]:
     parameters = ((slot, slot[0]._parameters.get(slot[1])) for slot in slots)
     return [_WatchedParameter(slot, p, copied=copied) for slot, p in parameters if p is not None]
-
-
-@torch.no_grad()
-def checksums(parameter: Tensor) -> Tensor:
-    """Return sums over the elements and their squares: equal as long as nothing is edited."""
-    value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    sums = [value.sum(dtype=torch.float64)]
-    if value.is_floating_point():
-        sums.append(torch.linalg.vector_norm(value, dtype=torch.float64))
-    return torch.stack(sums).nan_to_num()
 
 
 def _too_large(slot: Slot) -> str:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import record_stream
-from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, checksums, placeholder
+from lightning_gpipe.core.data import checksums, record_stream
+from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, placeholder
 from lightning_gpipe.core.layout import HOST
 from lightning_gpipe.core.run.host.side_copies import Copies
 from lightning_gpipe.core.run.shared_parameters import Pair
@@ -46,9 +46,7 @@ class HostWeights:
         self._pairs = shadows.hosted  # of tensors on the host and on the device
         self._weight_of: dict[int, int] = {}  # by the storage, while the values are on the device
         self._coming: torch.cuda.Event | None = None  # until the device waits for it
-        stage.times_loaded += 1
-        # Whether to look for edits, which would be lost: it takes time, so in few mini-batches.
-        self._examined = stage.times_loaded & (stage.times_loaded - 1) == 0
+        self._examined = shadows.examined
         self._loaded: list[Tensor] = []  # checksums of the values that are on the device
         self._left: list[tuple[list[Tensor], list[Tensor]]] = []  # before and after each turn
         self._copies = Copies(stage.device)
