@@ -118,10 +118,10 @@ EXPLAINED = (
         "After an error the code of the mini-batch is dropped, and nobody asks what runs.",
     ),
     Explained("run/host/memory.py", "HostMemory.settle", "each.settle()", _COPIES),
-    Explained("run/host/side_copies.py", "Copies.settle", "event.synchronize()", _COPIES),
+    Explained("run/host/side_copies.py", "SideCopies.settle", "event.synchronize()", _COPIES),
     Explained(
         "run/host/side_copies.py",
-        "Copies.settle",
+        "SideCopies.settle",
         "self._under_way.clear()",
         _COST + "the host would wait again for what it has waited for.",
     ),

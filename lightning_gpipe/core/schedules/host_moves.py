@@ -1,4 +1,4 @@
-"""When a device gets what is in the memory of the host, and when that leaves it.
+"""The moves of a device from and to the memory of the host, by the row of its worker.
 
 Weights that live there are on a device only around their use. Each worker has those of the stage at
 work and of the one that it works on next: the next ones come while this one computes, and what is

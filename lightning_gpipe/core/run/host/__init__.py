@@ -1,1 +1,1 @@
-"""What is in the memory of the host while no stage needs it: weights, and activations."""
+"""The memory of the host, for what no stage needs at the time: weights, and activations."""

@@ -1,4 +1,4 @@
-"""What one pass through a stage has in the memory of the host."""
+"""The part of one pass through a stage that is in the memory of the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_gpipe.core.run.stage import Stage
 
 
 class HostMemory:
-    """What one pass through a stage has in the memory of the host.
+    """The part of one pass through a stage that is in the memory of the host.
 
     Attributes:
         weights: The weights, if their home is there.

@@ -14,7 +14,7 @@ import torch
 Direction = Literal["to the device", "to the host"]
 
 
-class Copies:
+class SideCopies:
     """The copies of a stage that are under way."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""When a worker moves what its stages have in the memory of the host."""
+"""Moves what the stages of a worker have in the memory of the host, when its row needs it."""
 
 from __future__ import annotations
 

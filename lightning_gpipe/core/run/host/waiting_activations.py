@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, copy_marks
 from lightning_gpipe.core.faithful import Hooks
-from lightning_gpipe.core.run.host.side_copies import Copies
+from lightning_gpipe.core.run.host.side_copies import SideCopies
 from lightning_gpipe.core.run.host.weights import memory_of
 from lightning_gpipe.core.run.stage import Stage
 
@@ -29,7 +29,7 @@ _SMALL = 4096  # bytes, which are not worth a copy
 
 
 class HostActivations:
-    """What one pass through a stage keeps for its backwards, on the host while it waits.
+    """The activations of one pass through a stage, on the host while they wait for backwards.
 
     Args:
         stage: The stage, on a GPU.
@@ -37,7 +37,7 @@ class HostActivations:
 
     def __init__(self, stage: Stage) -> None:
         self._device = stage.device
-        self._copies = Copies(stage.device)
+        self._copies = SideCopies(stage.device)
         self.settle = self._copies.settle
         self._saved: dict[int, list[ref[_Kept]]] = {}  # by micro-batch, until it leaves
         self._away: dict[int, list[ref[_HostMemory]]] = {}  # until they are fetched
@@ -121,7 +121,7 @@ _NOTHING = torch.empty(0)
 class _HostMemory:
     """The memory of a tensor and of its views, on the host until it is fetched."""
 
-    def __init__(self, storage: torch.UntypedStorage, copies: Copies) -> None:
+    def __init__(self, storage: torch.UntypedStorage, copies: SideCopies) -> None:
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._device, self._copies = storage.device, copies
         self._content: Tensor | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_gpipe.core.data import checksums, record_stream
 from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, placeholder
 from lightning_gpipe.core.layout import HOST
-from lightning_gpipe.core.run.host.side_copies import Copies
+from lightning_gpipe.core.run.host.side_copies import SideCopies
 from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.run.stage import Stage
 
@@ -49,7 +49,7 @@ class HostWeights:
         self._examined = shadows.examined
         self._loaded: list[Tensor] = []  # checksums of the values that are on the device
         self._left: list[tuple[list[Tensor], list[Tensor]]] = []  # before and after each turn
-        self._copies = Copies(stage.device)
+        self._copies = SideCopies(stage.device)
         self.settle = self._copies.settle
 
     def load(self) -> None:
