@@ -250,7 +250,7 @@ class StagePass:
     def finish_forward(self) -> None:
         """Refuse forbidden edits, update running statistics, and record parameters' versions."""
         weights = None if self.host is None else self.host.weights
-        check_edits(self.stage, self.shadows, None if weights is None else weights.edited)
+        check_edits(self.stage, self.shadows, None if weights is None else weights.take_edited())
         if self._watch is not None:
             self._watch.close()
         self.shadows.record_versions()

@@ -82,12 +82,12 @@ class HostWeights:
         for weight, copy in self._pairs:
             copy.data = placeholder(weight, self._device)
 
-    @property
-    def edited(self) -> Tensor | None:
-        """A weight that was edited on the device, if it was looked for and there is one."""
-        turns = self._left
+    def take_edited(self) -> Tensor | None:
+        """Return a weight that was edited on the device, if it was looked for and there is one."""
+        turns, self._left = self._left, []
         if self._examined and self._weight_of and self._coming is None:
-            turns = [*turns, (self._loaded, self._checksums())]
+            turns.append((self._loaded, self._checksums()))
+        self._examined = False  # only edits in forward are looked for
         for before, after in turns:
             for k, (weight, _) in enumerate(self._pairs):
                 if not torch.equal(before[k], after[k]):
