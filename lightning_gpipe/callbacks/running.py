@@ -18,10 +18,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_gpipe.core.balance import Place, Shift, shift_for, time_costs
+from lightning_gpipe.core.balance import Place, Shift, recomputing, shift_for, time_costs
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.pipeline import GPipe, memory_of
-from lightning_gpipe.core.schedules import Span, count_recomputed
+from lightning_gpipe.core.schedules import Span
 from lightning_gpipe.core.show import Slice
 from lightning_gpipe.distributed import Group
 from lightning_gpipe.strategy import GPipeStrategy
@@ -102,13 +102,11 @@ def best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
     balance fits the memory of the devices.
     """
     profile, layout = pipeline.profiles[k], pipeline.layouts[k]
-    recomputed = count_recomputed(pipeline.activation_checkpointing, profile.chunks)
     places = [Place(memory=memory_of(layout.device_of(j))) for j in range(layout.n)]
     outside = layout.n - 1 if layout.around == "last" else 0
     places[outside] = replace(places[outside], taken=profile.around.held_bytes)
-    return shift_for(
-        time_costs(profile, recomputed), pipeline.balances[k], busy, layout.placement, places
-    )
+    places = recomputing(places, profile, pipeline.activation_checkpointing)
+    return shift_for(time_costs(profile), pipeline.balances[k], busy, layout.placement, places)
 
 
 def peak_memory(device: torch.device) -> float | None:

@@ -109,8 +109,9 @@ class GPipeStrategy(ParallelStrategy):
             devices and back, for less still; with those, ``"v_half"`` and ``"v_min"`` keep a half
             and a third of the activations of ``"1f1b"``. ``"auto"`` plans it, as ``chunks``, among
             those that training_step allows, without the last three.
-        activation_checkpointing: The micro-batches that are recomputed. None is ``"except_last"``,
-            and ``"never"`` for schedules other than fill-drain.
+        activation_checkpointing: The micro-batches that are recomputed, by all stages or, as a list
+            of numbers, by each. None is ``"except_last"``, and ``"never"`` for schedules other
+            than fill-drain.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch.
         microbatching: Another way to split batches than along dim 0.
         compile: Whether torch.compile compiles the layers, in place, each kind of layer once for
@@ -182,6 +183,7 @@ class GPipeStrategy(ParallelStrategy):
         schedule: ScheduleName | Literal["auto"] = "fill_drain",
         activation_checkpointing: Literal["always", "except_last", "never", "auto"]
         | int
+        | list[int]
         | None = None,
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,

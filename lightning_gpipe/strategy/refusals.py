@@ -36,7 +36,6 @@ from torchmetrics import Metric
 from lightning_gpipe.checkpoints import AtomicFiles
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.schedules import count_recomputed
 from lightning_gpipe.strategy.adapters.averages import WeightAveraging
 from lightning_gpipe.strategy.options import StrategyOptions
 
@@ -228,7 +227,7 @@ def refuse_metrics_on_meta(module: nn.Module) -> None:
 
 def refuse_recomputed_metrics(root: nn.Module, pipeline: GPipe) -> None:
     """Refuse metrics that keep a list of all batches, in layers that are recomputed."""
-    if not count_recomputed(pipeline.activation_checkpointing, pipeline.chunks):
+    if not any(any(piped.pipeline.recomputed(pipeline.chunks)) for piped in pipeline.piped_modules):
         return
     inside = {module for piped in pipeline.piped_modules for module in piped.module.modules()}
     names = [

@@ -155,11 +155,11 @@ def test_argument_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> N
             "fit",
             f"--config={config(tmp_path, STRATEGY, fast_dev_run=True)}",
             "--trainer.strategy.chunks=5",
-            "--trainer.strategy.activation_checkpointing=2",
+            "--trainer.strategy.activation_checkpointing=[2, 0]",
         ]
     )
 
-    assert (seen["balance"], seen["chunks"], seen["mode"]) == ([2, 4], 5, 2)
+    assert (seen["balance"], seen["chunks"], seen["mode"]) == ([2, 4], 5, [2, 0])
 
 
 def test_strategy_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> None:

@@ -67,6 +67,20 @@ def test_alive_between_forward_and_backward(mode: ActivationCheckpointing, pipe:
     assert found == expected
 
 
+def test_stages_that_recompute_differently_keep_as_much_as_each_says(pipe: Pipe) -> None:
+    m, recomputed = 4, [j % 5 for j in range(N)]
+    pipeline = pipe(wide(), stages=N, chunks=m, mode=recomputed)
+    run(pipeline, microbatches(1))
+    x, meter = microbatches(m), Meter()
+
+    with Allocating(meter, [x, *pipeline.parameters()]):
+        y = pipeline(x)
+
+    kept = sum(m - k for k in recomputed)
+    assert meter.now == kept * ACTIVATIONS + ((N - 1) * m + m) * BOUNDARY
+    del y
+
+
 @pytest.mark.parametrize("workers", [1, N])
 def test_peak_of_what_is_alive(workers: int, pipe: Pipe) -> None:
     x, plain, stage = microbatches(1), Meter(), wide(1).requires_grad_(False)

@@ -129,7 +129,9 @@ def fits(
     strategy = {
         "schedule": schedule,
         "chunks": chunks,
-        "activation_checkpointing": draw(st.sampled_from([None, *MODES])),
+        "activation_checkpointing": draw(
+            st.sampled_from([None, *MODES, [k % 3 for k in range(stages)]])
+        ),
         "threads": draw(st.sampled_from([True, False, "auto"])),
         "split_backward": draw(st.booleans()),
         "verify": draw(st.sampled_from(["sample", "sample", True, False])),

@@ -41,6 +41,12 @@ GRAD: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 DRAWN_MODES: list[ActivationCheckpointing] = [*MODES, 3]
 
 
+def recomputation(stages: int) -> st.SearchStrategy[ActivationCheckpointing]:
+    """Which micro-batches are recomputed, by all stages alike or by each."""
+    of_each = st.lists(st.integers(0, 4), min_size=stages, max_size=stages)
+    return st.sampled_from(DRAWN_MODES) | of_each.map(tuple)
+
+
 @dataclass(frozen=True)
 class Passing:
     """A run in which a tensor goes through other runs in company, which is added to it at the end.
@@ -269,7 +275,7 @@ def cases(draw: st.DrawFn, models: st.SearchStrategy[Model]) -> Case:
         tuple(draw(st.lists(step, min_size=2, max_size=3))),
         devices=draw(st.sampled_from([d for d in (1, 2, 3, 4) if n % d == 0])),
         chunks=draw(st.integers(1, 9)),
-        mode=draw(st.sampled_from(DRAWN_MODES)),
+        mode=draw(recomputation(n)),
         threads=draw(st.sampled_from([True, True, False])),
         deferred=draw(st.sampled_from([True, True, False])),
         frozen=draw(st.frozensets(st.integers(0, 15), max_size=4)),

@@ -22,7 +22,7 @@ from lightning_gpipe.core.layout import Partition, lay_out
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.programs import Program, Route, Step, Value
 from lightning_gpipe.core.run import Engine
-from lightning_gpipe.core.schedules import ActivationCheckpointing, count_recomputed, fill_drain
+from lightning_gpipe.core.schedules import ActivationCheckpointing, fill_drain, recomputed_by_stage
 from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Workers
 from tests.support.pipes import M
 
@@ -66,8 +66,10 @@ class Running:
         pieces = rows.split(list(values), chunks or M)
         microbatches = [join(list(map(tree_flatten, piece))) for piece in pieces]
         m = len(microbatches)
-        recomputed = count_recomputed(self._mode, m) if torch.is_grad_enabled() else 0
-        schedule = fill_drain(m, self.engine.layout.placement, recomputed=recomputed)
+        placement = self.engine.layout.placement
+        mode = self._mode if torch.is_grad_enabled() else "never"
+        recomputed = recomputed_by_stage(mode, m, len(placement))
+        schedule = fill_drain(m, placement, recomputed=recomputed)
         outputs, self.terms = self.engine.run(microbatches, schedule, program, terms=terms)
         merged: list[Any] = rows.merge([values_of(program, each) for each in outputs], list(values))
         return merged

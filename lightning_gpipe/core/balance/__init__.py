@@ -7,6 +7,7 @@ cheapest (``solver``). The result is a list of ints.
 from lightning_gpipe.core.balance.by_profile import (
     StageCosts,
     memory_costs,
+    recomputing,
     stage_costs,
     time_costs,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "StageCosts",
     "memory_costs",
     "parameter_costs",
+    "recomputing",
     "shift_for",
     "solve",
     "solve_on",

@@ -45,18 +45,32 @@ class LayerCosts:
         transfers: The costs of values between layers: outputs to the next, and skip connections.
         live: The further bytes of each layer for a micro-batch that is alive; empty if there are
             none.
+        extra: The further time of each layer, of which the place says how often it is spent, such
+            as for recomputation; empty if there is none.
     """
 
     times: Sequence[float]
     memory: Sequence[float] = ()
     transfers: Sequence[Transfer] = ()
     live: Sequence[float] = ()
+    extra: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         _check_costs("costs", self.times)
         _check_costs("memory", self.memory)
         _check_costs("live", self.live)
+        _check_costs("extra", self.extra)
         _check_costs("the time of transfers", [transfer.time for transfer in self.transfers])
+
+    def times_at(self, place: Place) -> list[float]:
+        """Return the time of each layer at a place, on a device of speed 1."""
+        extra = self.extra or [0.0] * len(self.times)
+        return [time + place.extra * more for time, more in zip(self.times, extra, strict=True)]
+
+    def of_stages(self, balance: Sequence[int], places: Sequence[Place]) -> list[float]:
+        """Return the time of each stage at its place, on a device of speed 1."""
+        pairs = zip(places, layer_ranges(balance), strict=True)
+        return [sum(self.times_at(place)[own.start : own.stop]) for place, own in pairs]
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,10 @@ class Place:
         busy: The time for other work than the layers, such as an embedding or a loss.
         taken: The bytes for other things than the layers.
         alive: The number of micro-batches that are alive on it at once.
+        extra: How often it spends the extra time of layers.
+        micro_batches: Their number, if it may recompute as many as it must, which spends the extra
+            time on each of these; or else 0.
+        least: The number of micro-batches that are alive at once if all are recomputed.
     """
 
     speed: float = 1.0
@@ -76,13 +94,17 @@ class Place:
     busy: float = 0
     taken: float = 0
     alive: float = 0
+    extra: float = 0
+    micro_batches: int = 0
+    least: float = 0
 
     def __post_init__(self) -> None:
         if not (isfinite(self.speed) and self.speed > 0):
             raise ValueError(f"the speed of a device must be positive: got {self.speed}.")
         if not self.memory >= 0:
             raise ValueError(f"the memory of a device must not be negative: got {self.memory}.")
-        _check_costs("busy, taken, alive", [self.busy, self.taken, self.alive])
+        numbers = [self.busy, self.taken, self.alive, self.extra, self.least]
+        _check_costs("busy, taken, alive, extra, least", numbers)
 
 
 def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:

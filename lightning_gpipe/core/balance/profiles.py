@@ -98,16 +98,14 @@ class LayerProfile:
         held = self.parameter_bytes + self.gradient_bytes
         return held + self.optimizer_bytes + self.buffer_bytes
 
-    def time(self, rows: int, *, recomputed: float = 0.0, split: bool = False) -> float:
+    def time(self, rows: int, *, split: bool = False) -> float:
         """Return the time of a micro-batch with so many rows, forward and backward.
 
-        ``recomputed`` is the share of micro-batches that are recomputed. The parts of a split
-        backward count if they were measured.
+        The parts of a split backward count if they were measured.
         """
         parts = (self.inputs, self.weights) if split else ()
         backward = [cost for cost in parts if cost] or [self.backward]
-        time = self.forward.at(rows) + sum(cost.at(rows) for cost in backward)
-        return time + recomputed * self.dropping.at(rows)
+        return self.forward.at(rows) + sum(cost.at(rows) for cost in backward)
 
 
 @dataclass(frozen=True)
@@ -156,9 +154,9 @@ class ModelProfile:
         """True if backwards in two parts were measured."""
         return all(layer.weights is not None for layer in self.layers)
 
-    def times(self, *, recomputed: float = 0.0, split: bool = False) -> list[float]:
+    def times(self, *, split: bool = False) -> list[float]:
         """Return the time of each layer for a micro-batch, see :meth:`LayerProfile.time`."""
-        return [layer.time(self.rows, recomputed=recomputed, split=split) for layer in self.layers]
+        return [layer.time(self.rows, split=split) for layer in self.layers]
 
     def in_seconds(self, per_second: float) -> ModelProfile:
         """Return the profile in seconds, for a device with this many operations per second."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_gpipe.core.balance.costs import LayerCosts, Place, sums_of
+from lightning_gpipe.core.balance.costs import LayerCosts, Place
 from lightning_gpipe.core.balance.solver import solve_on
 
 
@@ -65,10 +65,10 @@ def shift_for(
         placement: The worker of each stage.
         places: The device of each stage; their speeds are replaced.
     """
-    speeds = _speeds(sums_of(costs.times, balance), busy, placement)
+    speeds = _speeds(costs.of_stages(balance, places), busy, placement)
     pairs = zip(places, placement, strict=True)
     after = solve_on(costs, [replace(place, speed=speeds[w]) for place, w in pairs])
-    sums = zip(sums_of(costs.times, after), placement, strict=True)
+    sums = zip(costs.of_stages(after, places), placement, strict=True)
     predicted = tuple(cost / speeds[w] for cost, w in sums)
     return Shift(tuple(balance), tuple(after), max(busy), predicted)
 

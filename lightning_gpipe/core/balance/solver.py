@@ -21,6 +21,7 @@ cost are spread too, and then the shorter runs last, where a pipeline also compu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import frexp, inf
 from typing import NamedTuple
 
@@ -120,29 +121,49 @@ class _RunTables(NamedTuple):
 def _tables_for(costs: LayerCosts, places: Sequence[Place]) -> dict[Place, _RunTables]:
     """Return the tables of each place."""
     distinct = list(dict.fromkeys(places))
-    memory = costs.memory or [0] * len(costs.times)
-    live = costs.live or [0] * len(costs.times)
-    alive = {place: [place.alive * size for size in live] for place in distinct}
+    nothing = [0.0] * len(costs.times)
+    memory, live = costs.memory or nothing, costs.live or nothing
+    most = max(place.alive for place in distinct)
     second = _unit(
-        [time / place.speed for place in distinct for time in costs.times]
-        + [place.busy for place in distinct]
+        [
+            time / place.speed
+            for place in distinct
+            for time in (place.busy, *costs.times_at(replace(place, extra=max(place.extra, 1))))
+        ]
         + [transfer.time for transfer in costs.transfers]
     )
-    most = max(distinct, key=lambda place: place.alive)
-    byte = _unit([*memory, *alive[most], *(place.taken for place in distinct)])
+    byte = _unit([*memory, *(most * size for size in live), *(place.taken for place in distinct)])
     crossing = _crossing(costs.transfers, len(costs.times), second)
-    held = _sums(_whole(memory, byte))
     tables = {}
     for place in distinct:
-        time = _sums(_whole([time / place.speed for time in costs.times], second)) + crossing
-        needed = held + _sums(_whole(alive[place], byte)) + _whole([place.taken], byte)
         limit = NEVER if place.memory == inf else min(NEVER, int(place.memory / byte))
+        held = _sums(_whole(memory, byte)) + _whole([place.taken], byte)
+        time = _sums(_whole([time / place.speed for time in costs.times_at(place)], second))
+        if place.micro_batches:
+            each = _sums(_whole(live, byte))
+            alive = _alive(place, limit - held, each)
+            kept = alive - place.least + 1
+            again = np.where(alive < place.alive, 1 - kept / place.micro_batches, 0.0)
+            extra = _sums(_whole([t / place.speed for t in costs.extra], second))
+            time += np.rint(again * extra).astype(np.int64)
+            needed = held + np.rint(alive * each).astype(np.int64)
+        else:
+            needed = held + _sums(_whole([place.alive * size for size in live], byte))
         tables[place] = _RunTables(
             _runs(np.maximum(needed - limit, 0)),
-            _runs(time + _whole([place.busy], second)),
+            _runs(time + crossing + _whole([place.busy], second)),
             _runs(needed),
         )
     return tables
+
+
+def _alive(place: Place, room: Table, each: Table) -> NDArray[np.float64]:
+    """Return how many micro-batches of each run stay alive: as many as fit.
+
+    ``each`` has the bytes of a micro-batch.
+    """
+    more = np.floor(room / np.maximum(each, 1) - place.least)
+    return np.clip(place.least + more, place.least, place.alive)
 
 
 def _unit(numbers: Sequence[float]) -> float:
@@ -229,7 +250,8 @@ def _missing(costs: LayerCosts, places: Sequence[Place], sizes: Sequence[int]) -
     nothing = [0] * len(costs.times)
     memory, live = (sums_of(each or nothing, sizes) for each in (costs.memory, costs.live))
     for place, held, each in zip(places, memory, live, strict=True):
-        yield max(0.0, place.taken + (held + place.alive * each) - place.memory)
+        alive = place.least if place.micro_batches else place.alive
+        yield max(0.0, place.taken + (held + alive * each) - place.memory)
 
 
 def _check_parts(parts: int, n: int) -> None:

@@ -103,7 +103,8 @@ class GPipe(StandIn):
             devices is taken.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
-            none, an integer k the first k. ``"auto"`` plans it, as ``chunks``.
+            none, an integer k the first k, a list such a number for each stage. ``"auto"`` plans
+            it, as ``chunks``.
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
             instead of once per micro-batch.
         microbatching: Another way to make micro-batches, such as ``Rows(dim=1)`` or

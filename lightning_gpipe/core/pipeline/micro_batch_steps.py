@@ -15,7 +15,6 @@ from lightning_gpipe.core.run import Losses, greenlets
 from lightning_gpipe.core.schedules import (
     ByMicroBatch,
     check_by_micro_batch,
-    count_recomputed,
     schedule_for,
 )
 
@@ -80,7 +79,7 @@ class MicroBatchStepping:
             self._schedule,
             m,
             pipeline.layout.placement,
-            recomputed=count_recomputed(pipeline.activation_checkpointing, m),
+            recomputed=pipeline.recomputed(m),
             split=pipeline.split_backward,
         )
         loss, results = pipeline.engine.run_code(

@@ -29,8 +29,9 @@ from lightning_gpipe.core.run import Engine, Stage, Threads, ThreadsOrInline, Us
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
     Schedule,
-    count_recomputed,
+    check_activation_checkpointing,
     fill_drain,
+    recomputed_by_stage,
 )
 from lightning_gpipe.core.transport import (
     Connection,
@@ -72,13 +73,13 @@ class Pipeline:
         number: int = 0,
     ) -> None:
         self.chunks = chunks
-        self.activation_checkpointing = activation_checkpointing
         self.split_backward = split_backward
         self.microbatching = microbatching
         self._deferred_batch_norm = deferred_batch_norm
         self._offload_activations = offload_activations
         self._threads = threads
         self.engine = self._engine(layout, workers, connection, number)
+        self.activation_checkpointing = activation_checkpointing
         self.patches = Journal()
 
     def _engine(
@@ -101,6 +102,20 @@ class Pipeline:
             offload_activations=self._offload_activations,
             ways=ThreadsOrInline(layout.devices_here) if choose else None,
         )
+
+    @property
+    def activation_checkpointing(self) -> ActivationCheckpointing:
+        """The micro-batches that are recomputed, see :class:`~lightning_gpipe.GPipe`."""
+        return self._activation_checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
+        check_activation_checkpointing(mode, self.engine.layout.n)
+        self._activation_checkpointing = mode
+
+    def recomputed(self, m: int) -> tuple[int, ...]:
+        """Return how many of ``m`` micro-batches each stage recomputes."""
+        return recomputed_by_stage(self._activation_checkpointing, m, self.engine.layout.n)
 
     def rebuild(self, layout: Layout, workers: Workers) -> None:
         """Run on another layout from now on, in this process, with the same observers."""
@@ -213,7 +228,7 @@ class Pipeline:
         placement = self.engine.layout.placement
         if not torch.is_grad_enabled():
             return fill_drain(m, placement)
-        recomputed = count_recomputed(self.activation_checkpointing, m)
+        recomputed = recomputed_by_stage(self._activation_checkpointing, m, len(placement))
         schedule = fill_drain(m, placement, recomputed=recomputed, split=self.split_backward)
         return schedule.with_gradients if self.engine.sends_gradients else schedule
 

@@ -84,7 +84,7 @@ def changes(
         steps: Whether each micro-batch may have a loss of its own.
         inline: Whether one thread ran all stages, so that only less work takes less time.
     """
-    m, placement, recomputed = schedule.m, schedule.placement, len(schedule.recomputed(0))
+    m, placement, recomputed = schedule.m, schedule.placement, schedule.numbers_recomputed
     kind = kind_of(schedule)
     now = _length(schedule, times, inline=inline)
 
@@ -104,7 +104,7 @@ def changes(
         shifted = _scaled(times, [after / time if time else 1.0 for after, time in pairs])
         gains.append(Change(f"balance={list(shift.after)}", gain(schedule, shifted)))
     halves = {key: max(time / 2, min(time, _FIXED)) for key, time in times.items()}
-    twice = gain(kind.build(2 * m, placement, 2 * recomputed), halves)
+    twice = gain(kind.build(2 * m, placement, tuple(2 * k for k in recomputed)), halves)
     gains.append(Change(f"chunks={2 * m}", twice, at_most=True, if_="a batch has enough rows"))
     for other in _other_kinds(schedule, steps=steps):
         own_loss = other.by_micro_batch and not schedule.caller
@@ -122,7 +122,7 @@ def changes(
 
 def _other_kinds(schedule: Schedule, *, steps: bool) -> Iterator[ScheduleKind]:
     """Yield the kinds to which a schedule could be changed, and whose times are known."""
-    m, placement, recomputed = schedule.m, schedule.placement, len(schedule.recomputed(0))
+    m, placement, recomputed = schedule.m, schedule.placement, schedule.numbers_recomputed
     for kind in KINDS:
         # The loss of a batch may be another one, and the time of a whole backward is not known.
         if kind.by_micro_batch < bool(schedule.caller) or kind.split < schedule.split:

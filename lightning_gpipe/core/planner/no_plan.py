@@ -84,7 +84,7 @@ def _fits(search: PlanSearch) -> bool:
     n = len(search.places)
     for order in search.orders:
         m = search.numbers_of_micro_batches(n, order)[-1]
-        if not any(search.predicted(PlannedSettings(n, m, m, order)).missing):
+        if not any(search.predicted(PlannedSettings.alike(n, m, m, order)).missing):
             return True
     return False
 

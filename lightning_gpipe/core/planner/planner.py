@@ -24,6 +24,7 @@ from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
     ScheduleKind,
     ScheduleName,
+    check_activation_checkpointing,
     check_by_micro_batch,
     counted,
     kinds_for,
@@ -97,7 +98,8 @@ def plan_for(
             finds the best one.
         chunks: The number of micro-batches; None tries the powers of two.
         most: The most micro-batches to try; None tries as many as there are rows.
-        activation_checkpointing: Which micro-batches are recomputed; None finds as few as fit.
+        activation_checkpointing: Which micro-batches are recomputed; None finds as few as fit, for
+            each stage.
         schedule: The schedule; ``"auto"`` chooses also among those in which each micro-batch has a
             loss of its own. Others are among the alternatives.
         split_backward: Whether backwards are split; None chooses. They are not split if they were
@@ -110,11 +112,17 @@ def plan_for(
         NoPlan: If nothing fits.
     """
     profiles = (profiles,) if isinstance(profiles, ModelProfile) else tuple(profiles)
+    if balance is not None:
+        stages = len(balance)
+    elif isinstance(activation_checkpointing, list | tuple) and stages is None:
+        stages = len(activation_checkpointing)
+    if activation_checkpointing is not None:
+        check_activation_checkpointing(activation_checkpointing, stages)
     search = PlanSearch(
         profiles,
         tuple(places),
         profiles[0].rows * profiles[0].chunks,
-        stages if balance is None else len(balance),
+        stages,
         None if balance is None else tuple(balance),
         chunks,
         most,
@@ -188,7 +196,7 @@ def _reason(chosen: Prediction, other: Prediction, orders: Sequence[ScheduleKind
 def _cause(chosen: Prediction, other: Prediction) -> str:
     """The cause of a longer time."""
     best, settings = chosen.settings, other.settings
-    if settings.recomputed > best.recomputed and settings.chunks == best.chunks:
+    if sum(settings.recomputed) > sum(best.recomputed) and settings.chunks == best.chunks:
         return "more is recomputed"
     if other.bubble > chosen.bubble + _SAME:
         return f"bubble {other.bubble:.0%}, not {chosen.bubble:.0%}"

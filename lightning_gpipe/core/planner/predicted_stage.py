@@ -22,8 +22,8 @@ class Memory(NamedTuple):
     gradients: float
     optimizer: float
     buffers: float
-    activations: float
-    boundaries: float
+    activations: float = 0.0
+    boundaries: float = 0.0
     outputs: float = 0.0
 
     @property

@@ -7,29 +7,21 @@ formula does: that a recomputation fills a wait, or that micro-batches differ in
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
-import numpy as np
-
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
+from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes
 from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
+from lightning_gpipe.core.planner.row_memory import RowMemory
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes
-from lightning_gpipe.core.planner.waves import (
-    FREES,
-    Bytes,
-    Durations,
-    Wave,
-    end_and_peaks,
-    memory_changes,
-    waves,
-)
-from lightning_gpipe.core.schedules import Action, Kind, Span
+from lightning_gpipe.core.planner.waves import FREES, Wave, end_and_peaks, waves
+from lightning_gpipe.core.schedules import Action, Span
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ class Prediction:
         bytes_over_time = [[(0.0, held)] for held in always]
         for wave in self._waves():
             times = wave.end if wave.kind in FREES else wave.start
-            changes = self._changes(wave).sum(axis=1)
+            changes = self._actions.changes(wave.kind, wave.i, wave.j).sum(axis=1)
             for j, at, change in zip(
                 wave.j.tolist(), times.tolist(), changes.tolist(), strict=True
             ):
@@ -150,78 +142,92 @@ class Prediction:
         )
 
     @cached_property
-    def _kinds(self) -> list[tuple[int, bool]]:
-        """The number of rows of each micro-batch, and whether it is recomputed."""
-        return [(rows, i < self.settings.recomputed) for i, rows in enumerate(self.rows)]
-
-    @cached_property
     def _costs(self) -> dict[int, list[MicroBatchCost]]:
         """The costs of each stage for a micro-batch, by its number of rows."""
         balance, split = self.settings.balance, self.settings.order.split
         return {rows: costs_of(self.profile, balance, rows, split=split) for rows in {*self.rows}}
 
+    @cached_property
+    def _actions(self) -> ActionCosts:
+        speeds = [place.speed for place in self.places]
+        return ActionCosts(self._costs, self.rows, self.settings.recomputed, speeds)
+
     def _waves(self) -> Iterator[Wave]:
         """All actions, with their times; those of each worker in its order."""
-        of_kind = {kind: self._times(*kind) for kind in {*self._kinds}}
         order = self.settings.order
         return waves(
             order.patterns(len(self.rows), self.placement),
-            [of_kind[kind] for kind in self._kinds],
+            self._actions,
             one_loss=not order.by_micro_batch,
+            split=order.split,
         )
-
-    def _times(self, rows: int, recomputed: bool) -> Durations:
-        speed = np.array([place.speed for place in self.places])
-        names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
-        if recomputed:
-            names |= {Kind.FORWARD: "dropping", Kind.RECOMPUTE: "forward"}
-        if self.settings.order.split:
-            names[Kind.WEIGHTS] = "weights"
-        return {
-            kind: np.array([getattr(cost, name) for cost in self._costs[rows]]) / speed
-            for kind, name in names.items()
-        }
-
-    @cached_property
-    def _changes(self) -> Callable[[Wave], Bytes]:
-        return memory_changes(self._kinds, self._costs)
 
     @cached_property
     def _simulated(self) -> tuple[float, Bytes]:
         """The end of the mini-batch, and the bytes of each stage at the peak of its device."""
-        return end_and_peaks(self._waves(), self._changes, self.placement)
+        return end_and_peaks(self._waves(), self._actions, self.placement)
+
+    def least_recomputed(self) -> tuple[int, ...]:
+        """Return the least number of micro-batches for each stage with which its device fits.
+
+        All stages of a device recompute as many.
+        """
+        room = {device: self.places[j].memory for j, device in enumerate(self.devices)}
+        for j, device in enumerate(self.devices):
+            room[device] -= self._static(j).total
+        patterns = self.settings.order.patterns(len(self.rows), self.placement)
+        numbers = {
+            device: RowMemory(pattern).least_recomputed(self._actions, room[device])
+            for device, pattern in zip(self.workers, patterns, strict=True)
+        }
+        return tuple(numbers[device] for device in self.devices)
+
+    @cached_property
+    def _layers(self) -> list[range]:
+        """The indices of the layers of each stage."""
+        return layer_ranges(self.settings.balance)
+
+    @cached_property
+    def _outside(self) -> int:
+        """The stage whose device has the modules around the layers."""
+        return len(self.places) - 1 if self.around == "last" else 0
+
+    def _static(self, j: int) -> Memory:
+        """The bytes of a stage whatever runs, and the outputs."""
+        own = self._layers[j]
+        held = list(self.profile.layers[own.start : own.stop])
+        outputs = 0.0
+        if j == self._outside:
+            held.append(self.profile.around)
+            outputs = output_bytes(self.profile, self.rows, self.settings.order)
+        return Memory(
+            sum(layer.parameter_bytes for layer in held),
+            sum(layer.gradient_bytes for layer in held),
+            sum(layer.optimizer_bytes for layer in held),
+            sum(layer.buffer_bytes for layer in held),
+            outputs=outputs,
+        )
 
     def _stages(self) -> Iterator[StagePrediction]:
-        outside = len(self.places) - 1 if self.around == "last" else 0
-        outputs = output_bytes(self.profile, self.rows, self.settings.order)
-        kinds = Counter(self._kinds)
-        for j, own in enumerate(layer_ranges(self.settings.balance)):
+        for j, own in enumerate(self._layers):
             layers = self.profile.layers[own.start : own.stop]
-            held = [*layers, self.profile.around] if j == outside else layers
-            activations, boundaries = self._simulated[1][j].tolist()
+            held = [*layers, self.profile.around] if j == self._outside else layers
+            recomputed = self.settings.recomputed[j]
+            kinds = Counter((rows, i < recomputed) for i, rows in enumerate(self.rows))
             costs = [
-                (number, recomputed, self._costs[rows][j])
-                for (rows, recomputed), number in kinds.items()
+                (number, again, self._costs[rows][j]) for (rows, again), number in kinds.items()
             ]
             time = sum(
-                number * (cost.time + recomputed * cost.dropping)
-                for number, recomputed, cost in costs
+                number * (cost.time + again * cost.dropping) for number, again, cost in costs
             )
+            activations, boundaries = self._simulated[1][j].tolist()
             yield StagePrediction(
                 own.start,
                 tuple(layer.name for layer in layers),
                 self.devices[j],
                 sum(layer.parameters for layer in held),
                 time / self.places[j].speed,
-                Memory(
-                    sum(layer.parameter_bytes for layer in held),
-                    sum(layer.gradient_bytes for layer in held),
-                    sum(layer.optimizer_bytes for layer in held),
-                    sum(layer.buffer_bytes for layer in held),
-                    activations,
-                    boundaries,
-                    outputs if j == outside else 0.0,
-                ),
+                self._static(j)._replace(activations=activations, boundaries=boundaries),
                 self.places[j].memory,
                 sum(number * cost.leaving for number, _, cost in costs),
             )

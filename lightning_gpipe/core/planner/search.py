@@ -1,32 +1,47 @@
 """Finds the fastest of the candidates that fit the memory of the devices.
 
-Only few are balanced. Candidates that differ in recomputation only are a group: the more is
-recomputed, the less memory is needed and the longer it takes, so the first that fits is found by
-bisection. Each group first has a lower bound of its time; when no other one has a lower bound, its
-candidates are balanced and predicted. The first whose predicted time comes up is the fastest, as in
-A* search.
+Only few are balanced. Each candidate first has a lower bound of its time; when no other one has a
+lower bound, it is balanced and predicted. The first whose predicted time comes up is the fastest,
+as in A* search.
+
+How many micro-batches each stage recomputes is part of its balance: a stage recomputes as few as
+fit, and the solver knows that more layers leave room for fewer activations.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from math import ceil, log2
 
-from lightning_gpipe.core.balance import LayerCosts, ModelProfile, NothingFits, Place, solve_on
-from lightning_gpipe.core.layout import Around, layer_ranges
+from lightning_gpipe.core.balance import (
+    LayerCosts,
+    ModelProfile,
+    NothingFits,
+    Place,
+    solve_on,
+    time_costs,
+)
+from lightning_gpipe.core.layout import Around
+from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.prediction import Prediction
+from lightning_gpipe.core.planner.row_memory import RowMemory
 from lightning_gpipe.core.planner.settings import (
     PlannedSettings,
     doubled,
     fewer_stages,
-    numbers_recomputed,
 )
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes, sizes_of
-from lightning_gpipe.core.schedules import FILL_DRAIN, KINDS, ActivationCheckpointing, ScheduleKind
+from lightning_gpipe.core.schedules import (
+    FILL_DRAIN,
+    KINDS,
+    ActivationCheckpointing,
+    ScheduleKind,
+    looped,
+    recomputed_by_stage,
+)
 
 _TRIES = 3  # balances of a candidate: the memory of a stage is known only with a balance
 _ALIVE = 8  # numbers that the solver tells apart; each has tables of its own
@@ -62,12 +77,12 @@ class PlanSearch:
         """Return all combinations of what is left to choose, without balances."""
         most = min(len(self.places), self.layers)
         numbers = [self.stages] if self.stages else fewer_stages(most)
+        mode = self.activation_checkpointing
         return [
-            PlannedSettings(n, m, k, order)
+            PlannedSettings(n, m, () if mode is None else recomputed_by_stage(mode, m, n), order)
             for order in self.orders
             for n in numbers
             for m in self.numbers_of_micro_batches(n, order)
-            for k in numbers_recomputed(m, self.activation_checkpointing)
         ]
 
     def numbers_of_micro_batches(self, stages: int, order: ScheduleKind) -> list[int]:
@@ -78,37 +93,19 @@ class PlanSearch:
 
     def fastest(self, candidates: Iterable[PlannedSettings]) -> Prediction | None:
         """Return the prediction with the least time of those that fit; None if none does."""
-        groups: dict[Hashable, list[PlannedSettings]] = {}
-        for each in sorted(candidates, key=lambda each: each.recomputed):
-            if self._excess(each) <= 0:
-                groups.setdefault((each.order, each.stages, each.chunks), []).append(each)
-        simplest = sorted(groups.values(), key=lambda group: KINDS.index(group[0].order))
-        heap = [
-            (self._bound(group[0]), place, False, group[0]) for place, group in enumerate(simplest)
-        ]
+        hopeful = [each for each in candidates if self._excess(each) <= 0]
+        simplest = sorted(hopeful, key=lambda each: KINDS.index(each.order))
+        heap = [(self._bound(each), place, False) for place, each in enumerate(simplest)]
         heapify(heap)
         while heap:
-            _, place, predicted, candidate = heappop(heap)
-            if predicted:
-                return self.predicted(candidate)
-            if (fitting := self._first_that_fits(simplest[place])) is not None:
+            _, place, done = heappop(heap)
+            prediction = self.predicted(simplest[place])
+            if done:
+                return prediction
+            if not any(prediction.missing):
                 # Of those that are as fast, but for rounding, the first is the simplest.
-                time = float(f"{self.predicted(fitting).time:.9g}")
-                heappush(heap, (time, place, True, fitting))
+                heappush(heap, (float(f"{prediction.time:.9g}"), place, True))
         return None
-
-    def _first_that_fits(self, candidates: Sequence[PlannedSettings]) -> PlannedSettings | None:
-        """The first that fits, of candidates that need ever less memory, by bisection."""
-
-        def fits(candidate: PlannedSettings) -> bool:
-            return not any(self.predicted(candidate).missing)
-
-        if fits(candidates[0]):
-            return candidates[0]
-        if not fits(candidates[-1]):
-            return None
-        last = len(candidates) - 1
-        return candidates[bisect_left(candidates, True, 1, last, key=fits)]
 
     def nearest(self, candidates: Sequence[PlannedSettings]) -> Prediction:
         """Return, of candidates of which none fits, the one that lacks least where it lacks most.
@@ -128,44 +125,44 @@ class PlanSearch:
     def _balanced(self, candidate: PlannedSettings) -> Prediction:
         """Balance a candidate by time and memory, which depends on the balance itself.
 
-        The first balance assumes the least memory: fill-drain keeps what is not recomputed. If it
-        does not fit, its prediction says how many micro-batches are alive on each stage, and how
-        many bytes of inputs from other stages it holds.
+        The first balance assumes that no inputs from other stages are held; if it does not fit, its
+        prediction says how many bytes they are.
         """
         if self.balance is not None:
-            return self._with(candidate, self.balance)
+            return self._fitted(candidate, self.balance)
         costs, places = self._costs(candidate), self._places(candidate)
-        alive: Sequence[float] = [_least_alive(candidate)] * candidate.stages
         latest = best = None
-        boundaries = 0.0
+        held = [0.0] * candidate.stages  # inputs from other stages
         for _ in range(_TRIES):
-            pairs = zip(places, alive, strict=True)
-            loaded = [replace(p, taken=p.taken + boundaries, alive=a) for p, a in pairs]
+            pairs = zip(places, held, strict=True)
+            loaded = [replace(place, taken=place.taken + size) for place, size in pairs]
             try:
                 balance = tuple(solve_on(costs, loaded))
             except NothingFits as error:
                 balance = tuple(error.balance)
             if latest is not None and latest.settings.balance == balance:
                 break
-            latest = self._with(candidate, balance)
-            if best is None or max(latest.missing) < max(best.missing):
+            latest = self._fitted(candidate, balance)
+            if best is None or _merit(latest) < _merit(best):
                 best = latest
-            if not max(latest.missing):
+            if not max(latest.missing) and not any(latest.settings.recomputed):
                 break
-            boundaries = max(stage.memory.boundaries for stage in latest.stages)
-            alive = _few(_alive(latest, alive))
+            held = _few([stage.memory.boundaries for stage in latest.stages])
         assert best is not None, "the loop has run"
         return best
+
+    def _fitted(self, candidate: PlannedSettings, balance: tuple[int, ...]) -> Prediction:
+        """Predict a balance; if that is open, each device recomputes as little as fits."""
+        if candidate.recomputed:
+            return self._with(candidate, balance)
+        keeping = self._with(candidate._replace(recomputed=(0,) * candidate.stages), balance)
+        numbers = keeping.least_recomputed()
+        return self._with(candidate._replace(recomputed=numbers), balance)
 
     def _costs(self, candidate: PlannedSettings) -> LayerCosts:
         m, split = candidate.chunks, candidate.order.split
         profile, rows = self._profile(m), max(sizes_of(self.rows, m))
-        sized = replace(profile, chunks=m, rows=rows)
-        return LayerCosts(
-            sized.times(recomputed=candidate.recomputed / m, split=split),
-            [layer.held_bytes for layer in profile.layers],
-            live=[layer.saved.at(rows) for layer in profile.layers],
-        )
+        return time_costs(replace(profile, chunks=m, rows=rows), split=split)
 
     def _with(self, candidate: PlannedSettings, balance: tuple[int, ...]) -> Prediction:
         devices = self._devices(candidate.stages)
@@ -180,13 +177,41 @@ class PlanSearch:
 
     def _places(self, candidate: PlannedSettings) -> list[Place]:
         """Return the place of each stage, with the modules around and the outputs on one."""
-        places = [self.places[d] for d in self._devices(candidate.stages)]
+        m, n = candidate.chunks, candidate.stages
+        places = [self.places[d] for d in self._devices(n)]
+        if numbers := candidate.recomputed:
+            alive = self._alive(candidate.order, m, numbers)
+            pairs = zip(places, alive, numbers, strict=True)
+            places = [replace(place, alive=a, extra=k / m) for place, a, k in pairs]
+        else:
+            most, least = (self._alive(candidate.order, m, (k,) * n) for k in (0, m))
+            bounds = zip(places, most, least, strict=True)
+            places = [replace(p, alive=a, least=b, micro_batches=m) for p, a, b in bounds]
         outside = len(places) - 1 if self.around == "last" else 0
-        profile = self._profile(candidate.chunks)
-        outputs = output_bytes(profile, sizes_of(self.rows, candidate.chunks), candidate.order)
+        profile = self._profile(m)
+        outputs = output_bytes(profile, sizes_of(self.rows, m), candidate.order)
         around = places[outside].taken + profile.around.held_bytes + outputs
         places[outside] = replace(places[outside], taken=around)
         return places
+
+    @cached_property
+    def _alive(self) -> Callable[[ScheduleKind, int, tuple[int, ...]], list[float]]:
+        return cache(self._alive_at_peak)
+
+    def _alive_at_peak(
+        self, order: ScheduleKind, m: int, recomputed: tuple[int, ...]
+    ) -> list[float]:
+        """The number of micro-batches that each stage holds at the peak of its device."""
+        n = len(recomputed)
+        if not order.by_micro_batch:
+            return [float(max(m - k, min(1, k))) for k in recomputed]
+        (whole,) = costs_of(self._profile(m), [self.layers], self.rows // m, split=order.split)
+        left = whole.left / whole.saved if whole.saved else 0.0
+        one = MicroBatchCost(1.0, 1.0, 1.0, saved=1.0, weights=1.0, left=left)
+        costs = ActionCosts({1: [one] * n}, [1] * m, recomputed, [1.0] * n)
+        patterns = order.patterns(m, looped(n, min(n, len(self.places))))
+        peaks = [RowMemory(pattern).peak(costs) for pattern in patterns]
+        return _few([peaks[j % len(peaks)] * len(peaks) / n for j in range(n)])
 
     def _devices(self, n: int) -> list[int]:
         """The device of each stage, of the ``n`` best: the fastest, and of these the largest.
@@ -211,7 +236,7 @@ class PlanSearch:
         back there, it has run at most as many forwards as there are stages, unless the schedule
         runs all of them before.
         """
-        n, m, k, order, _ = candidate
+        n, m, order = candidate.stages, candidate.chunks, candidate.order
         devices = {*self._devices(n)}
         speeds = [self.places[d].speed for d in devices]
         through, share = 1 / max(speeds), 1 / sum(speeds)
@@ -220,16 +245,36 @@ class PlanSearch:
         forward = min(whole.forward, whole.dropping)
         both = whole.backward + whole.weights
         if not order.by_micro_batch:
-            again = (m * both + k * whole.forward) * share
+            again = (m * both + self._again(candidate)) * share
             last = whole.backward * through + (m - 1) * both * share
             return forward * (through + (m - 1) * share) + max(again, last)
-        busy = (m * (forward + both) + k * whole.forward) * share
+        busy = (m * (forward + both) + self._again(candidate)) * share
         if len(devices) < n:
             return max((forward + whole.backward) * through, busy)
         late = n if order.definition.defers_weights else 1
         after = max(0, m - n) * forward + (m - 1) * whole.backward
-        after += max(0, m - late) * whole.weights + max(0, k - 1) * whole.forward
+        after += max(0, m - late) * whole.weights
         return max((forward + whole.backward) * through + after * share, busy)
+
+    def _again(self, candidate: PlannedSettings) -> float:
+        """The least time of recomputations, whatever the balance, on a device of speed 1.
+
+        With fill-drain, what all devices together have no room for must be recomputed: of the
+        layers whose forward takes the least time for the bytes that it saves.
+        """
+        m, numbers = candidate.chunks, candidate.recomputed
+        if numbers:
+            return min(numbers) * self._whole(m, candidate.order.split).forward
+        if candidate.order.by_micro_batch:
+            return 0.0
+        rows, time = self.rows // m, 0.0
+        layers = [(x.saved.at(rows), x.forward.at(rows)) for x in self._profile(m).layers]
+        over = self._excess(candidate) + (m - 1) * sum(saved for saved, _ in layers)
+        for saved, forward in sorted((x for x in layers if x[0]), key=lambda x: x[1] / x[0]):
+            number = min(max(0.0, over / saved), m - 1)
+            over -= number * saved
+            time += number * forward
+        return time
 
     def _excess(self, candidate: PlannedSettings) -> float:
         """The bytes that all devices together lack, whatever the balance."""
@@ -263,18 +308,15 @@ class PlanSearch:
 
 def _least_alive(candidate: PlannedSettings) -> int:
     """The least number of micro-batches that are alive on each stage."""
-    m, k = candidate.chunks, candidate.recomputed
-    return max(1 if candidate.order.by_micro_batch and k < m else m - k, min(1, k))
+    m, numbers = candidate.chunks, candidate.recomputed
+    if not numbers or candidate.order.by_micro_batch:
+        return 1
+    return min(max(m - k, min(1, k)) for k in numbers)
 
 
-def _alive(prediction: Prediction, before: Sequence[float]) -> list[float]:
-    """The micro-batches that each stage holds at its peak; as before where layers save nothing."""
-    rows, layers, alive = max(prediction.rows), prediction.profile.layers, []
-    ranges = layer_ranges(prediction.settings.balance)
-    for stage, own, guess in zip(prediction.stages, ranges, before, strict=True):
-        saved = sum(layers[k].saved.at(rows) for k in own)
-        alive.append(stage.memory.activations / saved if saved else guess)
-    return alive
+def _merit(prediction: Prediction) -> tuple[float, float]:
+    """A number that is less for what lacks less memory or, if none, takes less time."""
+    return max(prediction.missing), prediction.time
 
 
 def _few(numbers: Sequence[float]) -> list[float]:

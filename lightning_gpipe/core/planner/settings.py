@@ -7,9 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
-    ActivationCheckpointing,
     ScheduleKind,
-    count_recomputed,
 )
 
 _LISTED = 64  # stages whose layers a message lists
@@ -21,23 +19,41 @@ class PlannedSettings(NamedTuple):
     Attributes:
         stages: The number of stages.
         chunks: The number of micro-batches.
-        recomputed: An integer k: each stage recomputes the first k micro-batches.
+        recomputed: For each stage an integer k: it recomputes the first k micro-batches. Empty
+            while they are not known.
         order: The schedule, with whole or with split backwards.
         balance: The number of layers in each stage; empty while it is not known.
     """
 
     stages: int
     chunks: int
-    recomputed: int
+    recomputed: tuple[int, ...] = ()
     order: ScheduleKind = FILL_DRAIN
     balance: tuple[int, ...] = ()
 
+    @classmethod
+    def alike(
+        cls, stages: int, chunks: int, recomputed: int, order: ScheduleKind = FILL_DRAIN
+    ) -> PlannedSettings:
+        """Return a candidate in which all stages recompute as many micro-batches."""
+        return cls(stages, chunks, (recomputed,) * stages, order)
+
     @property
-    def activation_checkpointing(self) -> int | Literal["always", "except_last", "never"]:
+    def activation_checkpointing(self) -> int | list[int] | Literal["always", "never"]:
         """The argument for the engine."""
-        if self.recomputed == 0:
+        number, *others = {*self.recomputed}
+        if others:
+            return list(self.recomputed)
+        if number == 0:
             return "never"
-        return "always" if self.recomputed == self.chunks else self.recomputed
+        return "always" if number == self.chunks else number
+
+    @property
+    def recomputation(self) -> str:
+        """The argument ``activation_checkpointing``, as it is written; a long list in brief."""
+        mode = self.activation_checkpointing
+        written = _listed(mode) if isinstance(mode, list) else repr(mode)
+        return f"activation_checkpointing={written}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the arguments as numbers, strings and lists, for JSON."""
@@ -50,12 +66,16 @@ class PlannedSettings(NamedTuple):
         }
 
     def __str__(self) -> str:
-        balance = str(list(self.balance))
-        if len(self.balance) > _LISTED:
-            balance = f"[{', '.join(map(str, self.balance[:3]))}, ... of {len(self.balance)}]"
-        mode = f"activation_checkpointing={self.activation_checkpointing!r}"
-        arguments = [f"balance={balance}", f"chunks={self.chunks}", mode, self.order.arguments]
+        numbers = [f"balance={_listed(self.balance)}", f"chunks={self.chunks}"]
+        arguments = [*numbers, self.recomputation, self.order.arguments]
         return ", ".join(filter(None, arguments))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """The numbers as a list; of more than a screen of them the first ones."""
+    if len(numbers) <= _LISTED:
+        return str(list(numbers))
+    return f"[{', '.join(map(str, numbers[:3]))}, ... of {len(numbers)}]"
 
 
 def near(best: PlannedSettings, candidates: Sequence[PlannedSettings]) -> Iterator[PlannedSettings]:
@@ -63,18 +83,18 @@ def near(best: PlannedSettings, candidates: Sequence[PlannedSettings]) -> Iterat
 
     All have the schedule of the best one.
     """
-    n, m, k, order, _ = best
+    n, m, order = best.stages, best.chunks, best.order
     candidates = [c for c in candidates if c.order == order]
-    stages = sorted({c.stages for c in candidates if c.chunks == m})
-    chunks = sorted({c.chunks for c in candidates if c.stages == n})
-    recomputed = sorted({c.recomputed for c in candidates if c[:2] == (n, m)})
-    for other in _beside(stages, n):
-        yield PlannedSettings(other, m, k, order)
-    for other in _beside(chunks, m):
-        same = [c for c in candidates if c[:2] == (n, other)]
-        yield min(same, key=lambda c: abs(c.recomputed / c.chunks - k / m))
-    for other in sorted({recomputed[0], *_beside(recomputed, k), recomputed[-1]} - {k}):
-        yield PlannedSettings(n, m, other, order)
+    by_stages = {c.stages: c for c in candidates if c.chunks == m}
+    by_chunks = {c.chunks: c for c in candidates if c.stages == n}
+    for other in _beside(sorted(by_stages), n):
+        yield by_stages[other]
+    for other in _beside(sorted(by_chunks), m):
+        yield by_chunks[other]
+    if not by_stages[n].recomputed:  # it was to be chosen
+        for k in (0, m):
+            if {*best.recomputed} != {k}:
+                yield PlannedSettings.alike(n, m, k, order)
 
 
 def _beside(values: Sequence[int], value: int) -> list[int]:
@@ -93,11 +113,3 @@ def fewer_stages(devices: int) -> list[int]:
 def doubled(least: int, most: int) -> list[int]:
     """Powers of two times ``least``, up to ``most``; at least one number."""
     return [least << shift for shift in range(max(1, (most // least).bit_length()))]
-
-
-def numbers_recomputed(m: int, mode: ActivationCheckpointing | None) -> list[int]:
-    """The numbers of micro-batches to recompute that are tried."""
-    if mode is not None:
-        return [count_recomputed(mode, m)]
-    eighths = {round(m * eighth / 8) for eighth in range(9)}
-    return sorted(eighths | {m - 1, m})

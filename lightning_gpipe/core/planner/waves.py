@@ -4,31 +4,20 @@ Each round, every worker whose next forward or backward is ready runs it, all of
 thousand micro-batches on a thousand stages take some thousand rounds instead of a million actions.
 A recomputation and the gradients of the weights wait for no other worker; they run right before and
 after a backward. The tests compare this with the simulation of the schedule.
-
-A forward adds the inputs from other stages and, unless its activations are dropped, the tensors
-saved for backward; a recomputation adds these later. A backward frees both. The first part of a
-split one leaves some bytes until the gradients of the weights are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
+from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes, Indices, Times
 from lightning_gpipe.core.schedules import Kind, Pattern, Visit
 
 FREES = frozenset({Kind.BACKWARD, Kind.WEIGHTS})  # at their ends; others add at their starts
-
-Times = NDArray[np.float64]  # one for each stage, or for each action
-# Of the actions on a micro-batch, on each stage; without kinds that there are none of.
-Durations = Mapping[Kind, Times]
-Indices = NDArray[np.int64]
-Bytes = NDArray[np.float64]  # of shape (..., 2): of activations, and of boundaries
 
 
 class Wave(NamedTuple):
@@ -48,17 +37,18 @@ class Wave(NamedTuple):
 
 
 def waves(
-    patterns: Sequence[Pattern], times: Sequence[Durations], *, one_loss: bool
+    patterns: Sequence[Pattern], costs: ActionCosts, *, one_loss: bool, split: bool
 ) -> Iterator[Wave]:
     """Yield all actions of a mini-batch, those of each worker in its order.
 
     Args:
         patterns: The row of each worker in brief.
-        times: The durations of the actions on each micro-batch.
+        costs: The durations of the actions.
         one_loss: Whether the mini-batch has one loss, so that no backward starts before the last
             forward has ended.
+        split: Whether the gradients of the weights are actions of their own.
     """
-    workers = _Workers(patterns, times)
+    workers = _Workers(patterns, costs, split)
     if one_loss:
         while not workers.ended(Kind.FORWARD):
             yield from workers.round(backwards=False)
@@ -71,14 +61,9 @@ def waves(
 class _Workers:
     """The progress of the workers in their rows, and the times of their latest actions."""
 
-    def __init__(self, patterns: Sequence[Pattern], times: Sequence[Durations]) -> None:
-        nothing = np.zeros_like(times[0][Kind.FORWARD])
-        self._costs = {
-            kind: np.stack([each.get(kind, nothing) for each in times])
-            for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS)
-        }
-        self._dropped = np.array([Kind.RECOMPUTE in each for each in times])
-        self._split = Kind.WEIGHTS in times[0]
+    def __init__(self, patterns: Sequence[Pattern], costs: ActionCosts, split: bool) -> None:
+        self._costs = costs
+        self._split = split
         self._visits = {
             Kind.FORWARD: _visits([pattern.forwards for pattern in patterns]),
             Kind.BACKWARD: _visits([pattern.backwards for pattern in patterns]),
@@ -87,8 +72,8 @@ class _Workers:
         self._warm_up = np.array([pattern.warm_up for pattern in patterns])
         self._late = np.array([pattern.late for pattern in patterns])
         # When micro-batches reach each stage, and come back to each, the last first.
-        self._last = 2 * len(nothing) - 1
-        self._arrival = np.full((len(times), self._last + 2), np.nan)
+        self._last = 2 * costs.stages - 1
+        self._arrival = np.full((costs.micro_batches, self._last + 2), np.nan)
         self._arrival[:, 0] = 0.0
         # The numbers of forwards and backwards that each worker began, and when it is free.
         self._begun = {kind: np.zeros(len(patterns), dtype=np.int64) for kind in self._visits}
@@ -129,7 +114,7 @@ class _Workers:
         workers, i, j, place = workers[ready], i[ready], j[ready], place[ready]
         if not len(workers):
             return
-        if kind is Kind.BACKWARD and (dropped := self._dropped[i]).any():
+        if kind is Kind.BACKWARD and (dropped := self._costs.recomputes(i, j)).any():
             yield self._run(Kind.RECOMPUTE, workers[dropped], i[dropped], j[dropped])
         wave = self._run(kind, workers, i, j, self._arrival[i, place])
         self._arrival[i, place + 1] = wave.end
@@ -149,7 +134,7 @@ class _Workers:
         self, kind: Kind, workers: Indices, i: Indices, j: Indices, arrival: Times | float = 0.0
     ) -> Wave:
         start = np.maximum(self._free[workers], arrival)
-        self._free[workers] = end = start + self._costs[kind][i, j]
+        self._free[workers] = end = start + self._costs.times(kind, i, j)
         return Wave(kind, i, j, start, end)
 
 
@@ -159,38 +144,8 @@ def _visits(rows: Sequence[Sequence[Visit]]) -> Indices:
     return np.fromiter(numbers, dtype=np.int64).reshape(len(rows), -1, 2)
 
 
-def memory_changes(
-    kinds: Sequence[tuple[int, bool]], costs: Mapping[int, Sequence[MicroBatchCost]]
-) -> Callable[[Wave], Bytes]:
-    """Return a function of the bytes by which each action of a wave changes its stage's memory.
-
-    ``kinds`` says of each micro-batch how many rows it has, and whether it is recomputed; ``costs``
-    has the costs of each stage by the number of rows.
-    """
-    distinct = list(dict.fromkeys(kinds))
-    kind_of = np.array([distinct.index(kind) for kind in kinds])
-    saved, entering, left = (
-        np.array([[getattr(cost, name) for cost in costs[rows]] for rows, _ in distinct])
-        for name in ("saved", "entering", "left")
-    )
-    dropped = np.array([[float(recomputed)] for _, recomputed in distinct])
-    nothing = np.zeros_like(saved)
-    of_kind: dict[Kind, Bytes] = {
-        Kind.FORWARD: np.stack([(1 - dropped) * saved, entering], axis=-1),
-        Kind.RECOMPUTE: np.stack([dropped * saved, nothing], axis=-1),
-        Kind.BACKWARD: np.stack([left - saved, -entering], axis=-1),
-        Kind.WEIGHTS: np.stack([-left, nothing], axis=-1),
-    }
-
-    def changes(wave: Wave) -> Bytes:
-        changes: Bytes = of_kind[wave.kind][kind_of[wave.i], wave.j]
-        return changes
-
-    return changes
-
-
 def end_and_peaks(
-    waves: Iterable[Wave], changes: Callable[[Wave], Bytes], placement: Sequence[int]
+    waves: Iterable[Wave], costs: ActionCosts, placement: Sequence[int]
 ) -> tuple[float, Bytes]:
     """Return the end of a mini-batch, and the bytes of each stage at the peak of its device."""
     worker_of = np.array(placement)
@@ -198,7 +153,7 @@ def end_and_peaks(
     total, peak = np.zeros(worker_of.max() + 1), np.zeros(worker_of.max() + 1)
     end = np.zeros_like(total)  # of each worker's latest action
     for wave in waves:
-        change, workers = changes(wave), worker_of[wave.j]
+        change, workers = costs.changes(wave.kind, wave.i, wave.j), worker_of[wave.j]
         end[workers] = wave.end
         now[wave.j] += change
         total[workers] += change[:, 0] + change[:, 1]  # faster than a sum over so short an axis

@@ -22,7 +22,7 @@ from lightning_gpipe.core.schedules.placement import counted, folded, looped
 from lightning_gpipe.core.schedules.recompute import (
     ActivationCheckpointing,
     check_activation_checkpointing,
-    count_recomputed,
+    recomputed_by_stage,
 )
 from lightning_gpipe.core.schedules.schedule import Schedule
 from lightning_gpipe.core.schedules.table import (
@@ -66,7 +66,6 @@ __all__ = [
     "check_by_micro_batch",
     "check_planned",
     "check_schedule_name",
-    "count_recomputed",
     "counted",
     "fill_drain",
     "folded",
@@ -75,6 +74,7 @@ __all__ = [
     "kinds_for",
     "looped",
     "predecessors",
+    "recomputed_by_stage",
     "schedule_for",
     "successor",
     "weight_moves",

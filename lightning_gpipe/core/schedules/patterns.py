@@ -33,18 +33,19 @@ class Pattern:
     warm_up: int
     late: int = 0
 
-    def actions(self, recomputed: int, *, split: bool) -> Iterator[Action]:
+    def actions(self, recomputed: Sequence[int], *, split: bool) -> Iterator[Action]:
         """Yield the actions, in order.
 
-        The first ``recomputed`` micro-batches drop their activations: each of their backwards is
-        preceded by a recomputation. ``split`` makes the gradients of the weights actions.
+        On stage j the first ``recomputed[j]`` micro-batches drop their activations: each of their
+        backwards is preceded by a recomputation. ``split`` makes the gradients of the weights
+        actions.
         """
         for i, j in self.forwards[: self.warm_up]:
             yield Action(Kind.FORWARD, i, j)
         for k, (i, j) in enumerate(self.backwards):
             for forward in self.forwards[self.warm_up + k : self.warm_up + k + 1]:
                 yield Action(Kind.FORWARD, *forward)
-            if i < recomputed:
+            if i < recomputed[j]:
                 yield Action(Kind.RECOMPUTE, i, j)
             yield Action(Kind.BACKWARD, i, j)
             if split and k >= self.late:

@@ -3,7 +3,8 @@
 Recomputation trades a second forward for memory: a stage keeps only the inputs of a micro-batch
 that is recomputed, so the activations of one such micro-batch are alive at a time. The *last*
 micro-batch is the first in backward, so its activations live shortest, and keeping them costs
-little: hence the default, ``"except_last"``.
+little: hence the default, ``"except_last"``. Stages need not recompute alike: those that hold few
+micro-batches at once, or few bytes, may have room for all activations.
 
 The activations are dropped by freeing the graph after forward, not by running forward without
 gradients: so both forwards use the same kernels and compute the same numbers.
@@ -11,32 +12,58 @@ gradients: so both forwards use the same kernels and compute the same numbers.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
-ActivationCheckpointing = Literal["always", "except_last", "never"] | int
+from lightning_gpipe.core.schedules.placement import counted
+
+ActivationCheckpointing = Literal["always", "except_last", "never"] | int | Sequence[int]
 
 _NAMES = ("always", "except_last", "never")
+_CHOICES = (
+    f"one of {', '.join(map(repr, _NAMES))}, a number of micro-batches to recompute, 0 or more, or "
+    "a list of such numbers, one for each stage"
+)
 
 
-def check_activation_checkpointing(value: ActivationCheckpointing) -> None:
-    """Refuse a value that is neither a known name nor a number of micro-batches."""
-    choices = f"one of {', '.join(map(repr, _NAMES))}, or a number of micro-batches to recompute"
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(f"activation_checkpointing must be {choices}: got {value!r}.")
-    if isinstance(value, str) and value not in _NAMES:
-        raise ValueError(f"activation_checkpointing must be {choices}: got {value!r}.")
-    if isinstance(value, int) and value < 0:
-        raise ValueError(f"activation_checkpointing must be {choices}, 0 or more: got {value}.")
+def check_activation_checkpointing(
+    value: ActivationCheckpointing, stages: int | None = None
+) -> None:
+    """Refuse what is no known name, number or list; a list also if it is not one for each stage."""
+    if isinstance(value, str) and value in _NAMES:
+        return
+    listed = isinstance(value, list | tuple)
+    numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    if not isinstance(value, str) and not all(map(_is_number, numbers)):
+        raise TypeError(f"activation_checkpointing must be {_CHOICES}: got {value!r}.")
+    if isinstance(value, str) or not numbers or min(numbers) < 0:
+        raise ValueError(f"activation_checkpointing must be {_CHOICES}: got {value!r}.")
+    if listed and stages is not None and len(numbers) != stages:
+        raise ValueError(
+            "activation_checkpointing must have a number for each stage: got "
+            f"{counted(len(numbers), 'number')}, {numbers}, for {counted(stages, 'stage')}."
+        )
 
 
-def count_recomputed(value: ActivationCheckpointing, m: int) -> int:
-    """Return how many of ``m`` micro-batches are recomputed; they are the first."""
+def recomputed_by_stage(value: ActivationCheckpointing, m: int, n: int) -> tuple[int, ...]:
+    """Return how many of ``m`` micro-batches each of ``n`` stages recomputes; they are the first.
+
+    >>> recomputed_by_stage("except_last", m=4, n=2)
+    (3, 3)
+    >>> recomputed_by_stage([8, 1], m=4, n=2)
+    (4, 1)
+    """
     match value:
         case "always":
-            return m
+            return (m,) * n
         case "except_last":
-            return m - 1
+            return (m - 1,) * n
         case "never":
-            return 0
-        case k:
-            return min(k, m)
+            return (0,) * n
+        case int(k):
+            return (min(k, m),) * n
+    return tuple(min(int(k), m) for k in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -39,7 +39,7 @@ class ScheduleDefinition:
         patterns: Returns the row of each worker in brief, of the number of micro-batches and the
             worker of each stage; None if rows are no patterns, so that the schedule is not planned.
         rows: Returns the row of each worker, where there are no patterns; gets also the number of
-            micro-batches to recompute.
+            micro-batches that each stage recomputes.
         check: Raises a ValueError if the schedule cannot run with a number of micro-batches and a
             placement.
         folded: Whether the stages go down the devices and back, two on each.
@@ -51,7 +51,7 @@ class ScheduleDefinition:
     """
 
     patterns: Callable[[int, Sequence[int]], Sequence[Pattern]] | None = None
-    rows: Callable[[int, Sequence[int], int], tuple[Row, ...]] | None = None
+    rows: Callable[[int, Sequence[int], Sequence[int]], tuple[Row, ...]] | None = None
     check: Callable[[int, Sequence[int]], None] = lambda m, placement: None
     folded: bool = False
     by_micro_batch: bool = True
@@ -94,7 +94,7 @@ def schedule_for(
     m: int,
     placement: tuple[int, ...],
     *,
-    recomputed: int = 0,
+    recomputed: int | tuple[int, ...] = 0,
     split: bool = False,
 ) -> Schedule:
     """Return the schedule of one mini-batch, with ``m`` micro-batches.
@@ -103,10 +103,13 @@ def schedule_for(
         name: The name of the schedule, which must fit the placement.
         m: The number of micro-batches; a short mini-batch may have fewer than others.
         placement: The worker of each stage.
-        recomputed: An integer k: the first k micro-batches drop their activations.
+        recomputed: An integer k: the first k micro-batches drop their activations; or one for each
+            stage.
         split: Whether the gradients of the weights are an action of their own.
     """
     definition = SCHEDULES[name]
+    if isinstance(recomputed, int):
+        recomputed = (recomputed,) * len(placement)
     rows: tuple[Row, ...]
     if definition.patterns is not None:
         patterns, split = definition.patterns(m, placement), split or definition.always_split
@@ -156,7 +159,9 @@ class ScheduleKind(NamedTuple):
         assert self.definition.patterns is not None, "schedules without patterns are not planned"
         return self.definition.patterns(m, placement)
 
-    def build(self, m: int, placement: tuple[int, ...], recomputed: int = 0) -> Schedule:
+    def build(
+        self, m: int, placement: tuple[int, ...], recomputed: int | tuple[int, ...] = 0
+    ) -> Schedule:
         """Return the schedule; arguments as for :func:`schedule_for`."""
         return schedule_for(self.schedule, m, placement, recomputed=recomputed, split=self.split)
 
@@ -187,7 +192,7 @@ KINDS = tuple(
 def kind_of(schedule: Schedule) -> ScheduleKind:
     """Return the kind of a schedule, so that it can be built with other numbers."""
     schedule = schedule.without_gradients
-    m, placement, recomputed = schedule.m, schedule.placement, len(schedule.recomputed(0))
+    m, placement, recomputed = schedule.m, schedule.placement, schedule.numbers_recomputed
     if not schedule.caller:
         return ScheduleKind(split=schedule.split)
     kinds = (ScheduleKind(name, schedule.split) for name in get_args(ByMicroBatch))

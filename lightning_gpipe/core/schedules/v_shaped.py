@@ -27,24 +27,26 @@ _CYCLES = 6  # of a block: F, B and W of two stages
 _BEFORE_WEIGHTS = 4
 
 
-def v_half_rows(m: int, placement: Sequence[int], recomputed: int) -> tuple[Row, ...]:
+def v_half_rows(m: int, placement: Sequence[int], recomputed: Sequence[int]) -> tuple[Row, ...]:
     """Hold the activations of about half as many micro-batches as 1F1B, at most d / 2 + 1 of d."""
     return _rows(m, placement, recomputed, step=2)
 
 
-def v_min_rows(m: int, placement: Sequence[int], recomputed: int) -> tuple[Row, ...]:
+def v_min_rows(m: int, placement: Sequence[int], recomputed: Sequence[int]) -> tuple[Row, ...]:
     """Hold the activations of about a third as many micro-batches as 1F1B, for longer waits."""
     return _rows(m, placement, recomputed, step=1)
 
 
-def _rows(m: int, placement: Sequence[int], recomputed: int, step: int) -> tuple[Row, ...]:
+def _rows(
+    m: int, placement: Sequence[int], recomputed: Sequence[int], step: int
+) -> tuple[Row, ...]:
     workers = 1 + max(placement)
     waits = _waits(workers, step)
     blocks = (_block(w, workers, step, waits) for w in range(workers))
     return tuple(tuple(_row(block, m, recomputed)) for block in blocks if block is not None)
 
 
-def _row(block: Block, m: int, recomputed: int) -> Iterator[Action]:
+def _row(block: Block, m: int, recomputed: Sequence[int]) -> Iterator[Action]:
     """Yield the actions of a worker, in order."""
     starts = (
         (start + _CYCLES * i, Action(kind, i, j))
@@ -52,7 +54,7 @@ def _row(block: Block, m: int, recomputed: int) -> Iterator[Action]:
         for i in range(m)
     )
     for _, action in sorted(starts, key=itemgetter(0)):
-        if action.kind is Kind.BACKWARD and action.i < recomputed:
+        if action.kind is Kind.BACKWARD and action.i < recomputed[action.j]:
             yield action._replace(kind=Kind.RECOMPUTE)
         yield action
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors
 
 
-def zero_bubble_v_rows(m: int, placement: Sequence[int], recomputed: int) -> tuple[Row, ...]:
+def zero_bubble_v_rows(
+    m: int, placement: Sequence[int], recomputed: Sequence[int]
+) -> tuple[Row, ...]:
     """Run what is ready: a backward, else a forward that there is room for, else the weights.
 
     Stage j of 2d is on worker j, and on worker 2d - 1 - j on the way back. So the last stage is
@@ -30,7 +32,7 @@ def zero_bubble_v_rows(m: int, placement: Sequence[int], recomputed: int) -> tup
 class _Greedy:
     """Chooses the actions of all workers, clock cycle by clock cycle."""
 
-    def __init__(self, m: int, workers: int, recomputed: int) -> None:
+    def __init__(self, m: int, workers: int, recomputed: Sequence[int]) -> None:
         self._m = m
         self._n = 2 * workers
         self._recomputed = recomputed
@@ -46,7 +48,7 @@ class _Greedy:
             for w, row in enumerate(self._rows):
                 if free[w] > t or (action := self._next(w, t)) is None:
                     continue
-                if action.kind is Kind.BACKWARD and action.i < self._recomputed:
+                if action.kind is Kind.BACKWARD and action.i < self._recomputed[action.j]:
                     row.append(Action(Kind.RECOMPUTE, action.i, action.j))
                     free[w] = t + 1
                 row.append(action)

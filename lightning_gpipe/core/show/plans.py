@@ -77,7 +77,7 @@ def alternatives_table(plan: Plan) -> Table:
 
     stages  chunks  recomputed  schedule    split      ms   GiB   why not
          8      16           0  fill_drain  no              26.1  lacks 2.1 GiB on stage 0
-         8      32           8  fill_drain  no      512.3   22.0  3.1% slower: ...
+         8      32      0 to 8  fill_drain  no      512.3   22.0  3.1% slower: ...
     """
     right = partial(Column, justify="right")
     table = Table(
@@ -93,7 +93,7 @@ def alternatives_table(plan: Plan) -> Table:
         table.add_row(
             f"{len(settings.balance)}",
             f"{settings.chunks}",
-            f"{settings.recomputed}",
+            " to ".join(map(str, sorted({min(settings.recomputed), max(settings.recomputed)}))),
             settings.order.schedule,
             "yes" if settings.order.split else "no",
             time_cell(prediction.time, prediction.unit) if fits else "",
@@ -110,8 +110,8 @@ def headline(prediction: Prediction) -> str:
     written = f", {chosen.order.arguments}" if chosen.order.arguments else ""
     unit = prediction.unit
     text = (
-        f"{len(chosen.balance)} stages, chunks={chosen.chunks}, activation_checkpointing="
-        f"{chosen.activation_checkpointing!r}{written}: {time_cell(prediction.time, unit)} "
+        f"{len(chosen.balance)} stages, chunks={chosen.chunks}, "
+        f"{chosen.recomputation}{written}: {time_cell(prediction.time, unit)} "
         f"{time_unit(unit)} for a mini-batch of {sum(prediction.rows)} rows, bubble "
         f"{prediction.bubble:.1%}"
     )

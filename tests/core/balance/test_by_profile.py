@@ -1,7 +1,12 @@
 """What measured layers cost a stage."""
 
-from lightning_gpipe.core.balance.by_profile import memory_costs, stage_costs, time_costs
-from lightning_gpipe.core.balance.costs import Transfer
+from lightning_gpipe.core.balance.by_profile import (
+    memory_costs,
+    recomputing,
+    stage_costs,
+    time_costs,
+)
+from lightning_gpipe.core.balance.costs import Place, Transfer
 from lightning_gpipe.core.balance.profiles import (
     CarriedValue,
     LayerProfile,
@@ -29,19 +34,25 @@ def profile(chunks: int = 4) -> ModelProfile:
 
 
 def test_recomputed_micro_batches_take_their_forward_twice() -> None:
-    assert time_costs(profile(), recomputed=0).times == [1, 2, 3]
-    assert time_costs(profile(), recomputed=2).times == [1.5, 3, 4.5]
+    costs = time_costs(profile())
+    never, half = recomputing([Place()] * 2, profile(), [0, 2])
+
+    assert costs.times_at(never) == [1, 2, 3]
+    assert costs.times_at(half) == [1.5, 3, 4.5]
+    assert costs.of_stages([2, 1], [half, never]) == [4.5, 3]
 
 
-def test_micro_batches_that_are_not_recomputed_are_all_saved() -> None:
-    assert memory_costs(profile(), recomputed=0).times == [30, 40, 50]
-    assert memory_costs(profile(), recomputed=3).times == [15, 25, 35]
+def test_of_recomputed_micro_batches_one_is_alive_at_a_time() -> None:
+    places = recomputing([Place()] * 3, profile(), [0, 3, 4])
+
+    assert [place.alive for place in places] == [4, 1, 1]
 
 
-def test_of_recomputed_micro_batches_one_is_saved_at_a_time() -> None:
-    costs = memory_costs(profile(), recomputed=4)
+def test_micro_batches_that_are_alive_are_saved() -> None:
+    costs = memory_costs(profile(), alive=1)
 
-    assert costs.times == [15, 25, 35]
+    assert costs.times_at(Place(extra=4)) == [30, 40, 50]
+    assert costs.times_at(Place(extra=1)) == [15, 25, 35]
     assert costs.transfers == [
         Transfer(0, 1, 28, sent=False),
         Transfer(1, 2, 28 - 3, sent=False),
@@ -53,3 +64,10 @@ def test_stages_of_a_balance() -> None:
 
     assert (first.time, last.time) == (4 * (2 + 4), 4 * 6)
     assert (first.memory, last.memory) == (15 + 25, 35 + 25 + 100)
+
+
+def test_stages_that_recompute_differently() -> None:
+    first, last = stage_costs(profile(), [2, 1], [0, 4], "last")
+
+    assert (first.time, last.time) == (4 * 3, 4 * 6)
+    assert (first.memory, last.memory) == (30 + 40, 35 + 25 + 100)

@@ -46,14 +46,6 @@ def test_no_part_of_a_cost_is_negative(costs: dict[int, float], expected: Linear
     assert LinearCost.through(costs) == expected
 
 
-def test_recomputation_adds_a_forward() -> None:
-    layer = profile().layers[0]
-
-    assert layer.time(4) == 3.0 + 6.0
-    assert layer.time(4, recomputed=True) == 3.0 + 6.0 + 2.0
-    assert profile().times(recomputed=0.5) == [10.0] * 3
-
-
 def test_profile_survives_json() -> None:
     kept = json.dumps(profile().as_dict())
 

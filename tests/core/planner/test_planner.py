@@ -1,11 +1,12 @@
 """Plans: the fastest of those that fit.
 
-Here are also the tests of ``search``.
+Here are also the tests of ``search`` and ``row_memory``.
 """
 
 import json
 from dataclasses import replace
 from itertools import product
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ from lightning_gpipe.core.planner import NoPlan, Prediction, plan_for
 from lightning_gpipe.core.planner.predicted_stage import Memory
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import sizes_of
-from lightning_gpipe.core.schedules import FILL_DRAIN, KINDS, Action, Kind, ScheduleKind
+from lightning_gpipe.core.schedules import (
+    FILL_DRAIN,
+    KINDS,
+    Action,
+    ActivationCheckpointing,
+    Kind,
+    ScheduleKind,
+    recomputed_by_stage,
+)
 
 GIB = 2**30
 
@@ -45,12 +54,12 @@ def predict(
     costs: ModelProfile,
     balance: tuple[int, ...],
     chunks: int,
-    recomputed: int,
+    recomputed: ActivationCheckpointing,
     order: ScheduleKind = FILL_DRAIN,
 ) -> Prediction:
     n = len(balance)
     return Prediction(
-        PlannedSettings(n, chunks, recomputed, order, balance),
+        PlannedSettings(n, chunks, recomputed_by_stage(recomputed, chunks, n), order, balance),
         costs,
         (Place(),) * n,
         sizes_of(16, chunks),
@@ -113,22 +122,21 @@ def test_fastest_of_all_is_found(schedule: Any, split: bool | None, room: int) -
     costs = profile(3, 1, 2, 2, saved=7, held=50, fixed=0.7)
     places = [Place(memory=size + room) for size in (320, 340, 300)]
 
-    best = plan_for(costs, places, schedule=schedule, split_backward=split).prediction
+    best = plan_for(costs, places, most=4, schedule=schedule, split_backward=split).prediction
 
     fitting = []
     orders = KINDS if schedule == "auto" else (FILL_DRAIN,)
-    for order, n, m in product(orders, (1, 2, 3), (1, 2, 4, 8, 16)):
-        for k in range(m + 1):
-            for cuts in product(range(1, 5), repeat=n):
-                if sum(cuts) == 4:
-                    each = replace(predict(costs, cuts, m, k, order), places=tuple(places[:n]))
-                    if not any(each.missing):
-                        fitting.append(each.time)
+    for order, n, m in product(orders, (1, 2, 3), (1, 2, 4)):
+        for cuts in product(range(1, 5), repeat=n):
+            for numbers in product(range(m + 1), repeat=n) if sum(cuts) == 4 else ():
+                each = predict(costs, cuts, m, numbers, order)
+                if not any(replace(each, places=tuple(places[:n])).missing):
+                    fitting.append(each.time)
     assert best.time == pytest.approx(min(fitting))
 
 
 def test_nothing_is_recomputed_if_all_fits() -> None:
-    assert plan_for(profile(1, 1, saved=10), [Place()] * 2).settings.recomputed == 0
+    assert plan_for(profile(1, 1, saved=10), [Place()] * 2).settings.recomputed == (0, 0)
 
 
 def test_as_few_micro_batches_are_recomputed_as_fit() -> None:
@@ -136,8 +144,67 @@ def test_as_few_micro_batches_are_recomputed_as_fit() -> None:
     # 2 layers: 20 bytes, 20 saved for each row, 1 byte of input for each row
     plan = plan_for(costs, [Place(memory=20 + 20 * 8 + 16)] * 2, chunks=8)
 
-    assert plan.settings.recomputed == 4
+    assert plan.settings.recomputed == (4, 4)
     assert "lacks" in {each.reason.split()[0] for each in plan.alternatives}
+
+
+def test_each_stage_recomputes_as_few_micro_batches_as_fit() -> None:
+    """With 1F1B stage j of 4 holds 4 - j micro-batches; here each device has room for two.
+
+    One of them is recomputed, so the first two stages keep one.
+    """
+    costs = profile(1, 1, 1, 1, saved=10, held=10)
+    # 2 rows in each of 8 micro-batches, of which the input takes 1 byte for each row
+    places = [Place(memory=10 + 2 * 20 + 4 * 2)] * 4
+
+    plan = plan_for(costs, places, stages=4, chunks=8, schedule="1f1b")
+
+    assert plan.settings.activation_checkpointing == [7, 7, 0, 0]
+    assert "activation_checkpointing=[7, 7, 0, 0]" in str(plan)
+    everywhere = predict(costs, (1, 1, 1, 1), 8, 7, ScheduleKind("1f1b"))
+    assert plan.prediction.time < everywhere.time
+
+
+def test_recomputation_that_is_given_for_each_stage_is_kept() -> None:
+    plan = plan_for(profile(1, 1, 1), [Place()] * 3, chunks=4, activation_checkpointing=[4, 1])
+
+    assert plan.settings == PlannedSettings(2, 4, (4, 1), balance=(1, 2))
+    with pytest.raises(ValueError, match="got 2 numbers, \\[4, 1\\], for 3 stages"):
+        plan_for(profile(1, 1, 1), [Place()] * 3, stages=3, activation_checkpointing=[4, 1])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_balance_and_recomputation_of_a_drawn_model(seed: int) -> None:
+    """At most a tenth slower than the fastest of all balances and recomputations that fit."""
+    draw = Random(seed)
+    order = draw.choice([FILL_DRAIN, ScheduleKind("1f1b"), ScheduleKind("zero_bubble", split=True)])
+    n, m = draw.randint(2, 3), draw.randint(2, 4)
+    layers: list[LayerProfile] = []
+    for _ in range(draw.randint(3, 5)):
+        time, saved = draw.uniform(0.5, 3), draw.choice([0, 2, 5, 9])
+        layers += profile(time, saved=saved, held=draw.choice([0, 20, 50])).layers
+    costs = replace(profile(*[1] * len(layers)), layers=tuple(layers))
+    held = sum(layer.parameter_bytes + 16 * layer.saved.at(1) for layer in layers)
+    places = tuple(Place(memory=draw.uniform(0.3, 0.8) * held / n + 40) for _ in range(n))
+
+    fitting = [
+        each.time
+        for cuts in product(range(1, len(layers)), repeat=n)
+        if sum(cuts) == len(layers)
+        for numbers in product(range(m + 1), repeat=n)
+        if not any(
+            (each := replace(predict(costs, cuts, m, numbers, order), places=places)).missing
+        )
+    ]
+
+    if not fitting:
+        with pytest.raises(NoPlan):
+            plan_for(costs, places, stages=n, chunks=m, schedule=order.schedule)
+        return
+    found = plan_for(
+        costs, places, stages=n, chunks=m, schedule=order.schedule, split_backward=order.split
+    )
+    assert found.prediction.time <= 1.1 * min(fitting)
 
 
 def test_more_micro_batches_until_they_cost_more_than_the_bubble() -> None:
@@ -189,7 +256,7 @@ def test_given_values_are_kept() -> None:
         activation_checkpointing="except_last",
     )
 
-    assert plan.settings == PlannedSettings(2, 3, 2, balance=(2, 1))
+    assert plan.settings == PlannedSettings(2, 3, (2, 2), balance=(2, 1))
     assert plan.settings.activation_checkpointing == 2
 
 

@@ -41,13 +41,13 @@ def predicted(
     profile: ModelProfile,
     balance: tuple[int, ...],
     chunks: int,
-    k: int,
+    recomputed: tuple[int, ...],
     order: ScheduleKind,
     devices: int,
 ) -> Prediction:
     n = len(balance)
     return Prediction(
-        PlannedSettings(n, chunks, k, order, balance),
+        PlannedSettings(n, chunks, recomputed, order, balance),
         profile,
         (Place(),) * n,
         sizes_of(ROWS, chunks),
@@ -63,7 +63,7 @@ def case(order: ScheduleKind, seed: int) -> tuple[Prediction, Schedule]:
     loops = 1 if order.schedule == "zero_bubble" else random.randint(1, 2)
     m = devices * random.randint(1, 16 // devices) if loops > 1 else random.randint(1, 8)
     balance = tuple(random.randint(1, 2) for _ in range(devices * loops))
-    profile, k = drawn(random, sum(balance)), random.randint(0, m)
+    profile, k = drawn(random, sum(balance)), tuple(random.randint(0, m) for _ in balance)
     found = predicted(profile, balance, m, k, order, devices)
     return found, order.build(m, looped(len(balance), devices), k)
 
@@ -117,7 +117,7 @@ def test_as_many_micro_batches_are_alive_as_in_the_schedule(order: ScheduleKind,
         "", saved=LinearCost(1), left=LinearCost(1), inputs=LinearCost(), weights=LinearCost()
     )
     profile = ModelProfile((layer,) * devices, (), LayerProfile(""), ROWS, 1, "s", "cpu")
-    k = random.randint(0, m)
+    k = tuple(random.randint(0, m) for _ in range(devices))
 
     found = predicted(profile, (1,) * devices, m, k, order, devices)
 
@@ -129,7 +129,7 @@ def test_live_micro_batches_of_1f1b_do_not_depend_on_their_number() -> None:
     profile = drawn(Random(0), 4)
     saved = [layer.saved.at(1) for layer in profile.layers]
 
-    found = predicted(profile, (1, 1, 1, 1), 16, 0, ScheduleKind("1f1b"), 4)
+    found = predicted(profile, (1, 1, 1, 1), 16, (0,) * 4, ScheduleKind("1f1b"), 4)
 
     assert [stage.memory.activations for stage in found.stages] == [
         (4 - j) * each for j, each in enumerate(saved)
@@ -143,7 +143,7 @@ def test_outputs_of_all_micro_batches_or_of_one() -> None:
     )
 
     def outputs(order: ScheduleKind) -> list[float]:
-        stages = predicted(with_output, (1, 1), 4, 0, order, 2).stages
+        stages = predicted(with_output, (1, 1), 4, (0, 0), order, 2).stages
         return [stage.memory.outputs for stage in stages]
 
     assert outputs(ScheduleKind()) == [0, 10 * ROWS]
@@ -167,14 +167,14 @@ def test_backwards_that_were_not_measured_in_two_parts() -> None:
     profile = ModelProfile((layer,), (), layer, ROWS, 1, "s", "cpu")
 
     with pytest.raises(ValueError, match=r"split_backward=True"):
-        _ = predicted(profile, (1,), 2, 0, ScheduleKind(split=True), 1).time
+        _ = predicted(profile, (1,), 2, (0,), ScheduleKind(split=True), 1).time
 
 
 def test_stages_of_one_device_share_its_memory() -> None:
     layer = LayerProfile("", saved=LinearCost(1), parameter_bytes=10)
     profile = ModelProfile((layer,) * 4, (), LayerProfile(""), ROWS, 1, "s", "cpu")
 
-    found = predicted(profile, (1, 1, 1, 1), 2, 0, ScheduleKind(), 2)
+    found = predicted(profile, (1, 1, 1, 1), 2, (0,) * 4, ScheduleKind(), 2)
 
     assert [stage.memory.total for stage in found.stages] == [12] * 4
     assert [stage.needed for stage in found.stages] == [24] * 4

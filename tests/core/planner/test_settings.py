@@ -12,15 +12,19 @@ from lightning_gpipe.core.planner.settings import (
     doubled,
     fewer_stages,
     near,
-    numbers_recomputed,
 )
 from lightning_gpipe.core.schedules import ScheduleKind
 
 SPLIT = ScheduleKind("1f1b", split=True)
 
 
-@pytest.mark.parametrize("recomputed, expected", [(0, "never"), (3, 3), (4, "always")])
-def test_recomputed_micro_batches_as_the_users_argument(recomputed: int, expected: Any) -> None:
+@pytest.mark.parametrize(
+    "recomputed, expected",
+    [((0, 0), "never"), ((3, 3), 3), ((4, 4), "always"), ((4, 0), [4, 0])],
+)
+def test_recomputed_micro_batches_as_the_users_argument(
+    recomputed: tuple[int, ...], expected: Any
+) -> None:
     assert PlannedSettings(2, 4, recomputed).activation_checkpointing == expected
 
 
@@ -28,16 +32,16 @@ def test_recomputed_micro_batches_as_the_users_argument(recomputed: int, expecte
     "settings, text",
     [
         (
-            PlannedSettings(2, 4, 0, balance=(3, 1)),
+            PlannedSettings(2, 4, (0, 0), balance=(3, 1)),
             "balance=[3, 1], chunks=4, activation_checkpointing='never'",
         ),
         (
-            PlannedSettings(2, 4, 1, SPLIT, (3, 1)),
+            PlannedSettings(2, 4, (1, 1), SPLIT, (3, 1)),
             "balance=[3, 1], chunks=4, activation_checkpointing=1, schedule='1f1b', "
             "split_backward=True",
         ),
         (
-            PlannedSettings(65, 4, 4, balance=(2,) * 65),
+            PlannedSettings(65, 4, (4,) * 65, balance=(2,) * 65),
             "balance=[2, 2, 2, ... of 65], chunks=4, activation_checkpointing='always'",
         ),
     ],
@@ -48,15 +52,19 @@ def test_settings_are_shown_as_arguments(settings: PlannedSettings, text: str) -
 
 def test_candidates_near_the_best() -> None:
     """Those of another schedule are not among them, though they are closer."""
-    same = [PlannedSettings(n, m, k) for n, m in product((1, 2, 4), (2, 4, 8)) for k in (0, m // 2)]
-    same += [PlannedSettings(n, m, m) for n, m in product((1, 2, 4), (2, 4, 8))]
-    others = [PlannedSettings(3, 4, 2, SPLIT), PlannedSettings(2, 4, 3, SPLIT)]
+    same = [PlannedSettings(n, m) for n, m in product((1, 2, 4), (2, 4, 8))]
+    others = [PlannedSettings(3, 4, order=SPLIT)]
 
-    found = list(near(PlannedSettings(2, 4, 2), same + others))
+    found = list(near(PlannedSettings(2, 4, (2, 1)), same + others))
 
-    stages = [PlannedSettings(1, 4, 2), PlannedSettings(4, 4, 2)]
-    chunks = [PlannedSettings(2, 2, 1), PlannedSettings(2, 8, 4)]
-    assert found == [*stages, *chunks, PlannedSettings(2, 4, 0), PlannedSettings(2, 4, 4)]
+    beside = [PlannedSettings(n, m) for n, m in ((1, 4), (4, 4), (2, 2), (2, 8))]
+    assert found == [*beside, PlannedSettings.alike(2, 4, 0), PlannedSettings.alike(2, 4, 4)]
+
+
+def test_candidates_near_the_best_if_the_recomputation_is_given() -> None:
+    given = [PlannedSettings.alike(n, 4, 3) for n in (1, 2, 4)]
+
+    assert list(near(given[1], given)) == [given[0], given[2]]
 
 
 def test_numbers_of_stages() -> None:
@@ -67,9 +75,3 @@ def test_numbers_of_stages() -> None:
 def test_numbers_of_micro_batches() -> None:
     assert doubled(2, 9) == [2, 4, 8]
     assert doubled(4, 3) == [4], "one number at least"
-
-
-def test_numbers_of_recomputed_micro_batches() -> None:
-    assert numbers_recomputed(3, None) == [0, 1, 2, 3]
-    assert numbers_recomputed(16, None) == [0, 2, 4, 6, 8, 10, 12, 14, 15, 16]
-    assert numbers_recomputed(16, "except_last") == [15]

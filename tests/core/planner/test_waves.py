@@ -1,4 +1,7 @@
-"""Times of whole micro-batches, compared with the simulation of the schedule."""
+"""Times of whole micro-batches, compared with the simulation of the schedule.
+
+Here are also the tests of ``action_costs``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from lightning_gpipe.core.planner.waves import Durations, Wave, waves
+from lightning_gpipe.core.planner.action_costs import ActionCosts
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
+from lightning_gpipe.core.planner.waves import Wave, waves
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
     KINDS,
@@ -24,29 +29,27 @@ from tests.support.placements import one_each
 Span = tuple[float, float]
 
 
-def drawn(random: Random, m: int, n: int, recomputed: int, *, split: bool) -> list[Durations]:
+def drawn(random: Random, m: int, recomputed: Sequence[int]) -> ActionCosts:
     """Micro-batches of a few sizes, some of whose costs are 0."""
-    kinds = [
-        [np.array([float(random.choice([0, 1, 2, 5, 9])) for _ in range(n)]) for _ in range(4)]
-        for _ in range(3)
-    ]
-    return [
-        {Kind.FORWARD: forward, Kind.BACKWARD: backward}
-        | ({Kind.RECOMPUTE: again} if i < recomputed else {})
-        | ({Kind.WEIGHTS: weights} if split else {})
-        for i in range(m)
-        for forward, again, backward, weights in [random.choice(kinds)]
-    ]
+
+    def cost() -> float:
+        return float(random.choice([0, 1, 2, 5, 9]))
+
+    costs = {
+        rows: [MicroBatchCost(cost(), cost(), cost(), 1.0, weights=cost()) for _ in recomputed]
+        for rows in (1, 2, 3)
+    }
+    return ActionCosts(costs, random.choices((1, 2, 3), k=m), recomputed, [1.0] * len(recomputed))
 
 
-def by_simulation(times: Sequence[Durations], schedule: Schedule) -> dict[Action, Span]:
+def by_simulation(costs: ActionCosts, schedule: Schedule) -> dict[Action, Span]:
     """What the simulator says: a phase starts when the one before has ended."""
 
     def cost(action: Action) -> float:
-        of_kind = times[action.i].get(action.kind)
-        if action.j < 0 or of_kind is None:  # the caller's
+        kind, i, j = action
+        if not 0 <= j < schedule.n or kind is Kind.LOSS:
             return 0.0
-        return float(of_kind[action.j])
+        return float(costs.times(kind, np.array([i]), np.array([j]))[0])
 
     found: dict[Action, Span] = {}
     at = 0.0
@@ -66,20 +69,20 @@ def by_waves(found: Iterable[Wave]) -> dict[Action, Span]:
     }
 
 
-def in_fill_drain(times: Sequence[Durations]) -> Iterator[Wave]:
-    patterns = FILL_DRAIN.patterns(len(times), one_each(len(times[0][Kind.FORWARD])))
-    return waves(patterns, times, one_loss=True)
+def in_fill_drain(costs: ActionCosts, *, split: bool = False) -> Iterator[Wave]:
+    patterns = FILL_DRAIN.patterns(costs.micro_batches, one_each(costs.stages))
+    return waves(patterns, costs, one_loss=True, split=split)
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_every_action_of_a_drawn_case_has_the_times_of_the_simulation(seed: int) -> None:
     random = Random(seed)
     m, n, split = random.randint(1, 7), random.randint(1, 6), random.random() < 0.5
-    recomputed = random.randint(0, m)
-    times = drawn(random, m, n, recomputed, split=split)
+    recomputed = tuple(random.randint(0, m) for _ in range(n))
+    costs = drawn(random, m, recomputed)
     schedule = ScheduleKind(split=split).build(m, one_each(n), recomputed)
 
-    assert by_waves(in_fill_drain(times)) == by_simulation(times, schedule)
+    assert by_waves(in_fill_drain(costs, split=split)) == by_simulation(costs, schedule)
 
 
 @pytest.mark.parametrize("order", KINDS, ids=str)
@@ -89,50 +92,52 @@ def test_times_of_any_schedule_are_those_of_the_simulation(order: ScheduleKind, 
     workers = random.randint(1, 5)
     loops = 1 if order.schedule == "zero_bubble" else random.randint(1, 3)
     m = random.randint(1, 7) * (workers if loops > 1 else 1)
-    placement, recomputed = looped(loops * workers, workers), random.randint(0, m)
-    times = drawn(random, m, len(placement), recomputed, split=order.split)
+    placement = looped(loops * workers, workers)
+    recomputed = tuple(random.randint(0, m) for _ in placement)
+    costs = drawn(random, m, recomputed)
 
     schedule = order.build(m, placement, recomputed)
     patterns = order.patterns(m, placement)
-    found = waves(patterns, times, one_loss=not order.by_micro_batch)
+    found = waves(patterns, costs, one_loss=not order.by_micro_batch, split=order.split)
 
-    assert by_waves(found) == by_simulation(times, schedule)
+    assert by_waves(found) == by_simulation(costs, schedule)
 
 
 def test_actions_of_each_worker_come_in_its_order() -> None:
-    times = drawn(Random(0), 6, 6, 2, split=True)
+    costs = drawn(Random(0), 6, [2, 0, 6, 1, 2, 3])
     order = ScheduleKind("1f1b", split=True)
-    schedule = order.build(6, looped(6, 3), 2)
+    schedule = order.build(6, looped(6, 3), (2, 0, 6, 1, 2, 3))
 
     patterns = order.patterns(6, schedule.placement)
-    found = by_waves(waves(patterns, times, one_loss=False))
+    found = by_waves(waves(patterns, costs, one_loss=False, split=True))
 
     for worker, row in enumerate(schedule.rows):
         assert [a for a in found if schedule.worker_of(a) == worker] == list(row)
 
 
 def test_workers_that_wait_for_one_another() -> None:
-    times = drawn(Random(0), 1, 2, 0, split=False)
+    costs = drawn(Random(0), 1, [0, 0])
     nobody_first = [Pattern([(0, j)], [(0, j)], 0) for j in (1, 1)]
 
     with pytest.raises(RuntimeError, match="wait for one another"):
-        list(waves(nobody_first, times, one_loss=False))
+        list(waves(nobody_first, costs, one_loss=False, split=False))
 
 
 def test_equal_micro_batches_take_the_slowest_stage_once_for_each_but_the_first() -> None:
-    forward, backward = np.array([1.0, 5.0, 2.0]), np.array([2.0, 7.0, 3.0])
+    stages = [MicroBatchCost(f, f, b, 1.0) for f, b in ((1.0, 2.0), (5.0, 7.0), (2.0, 3.0))]
 
-    *_, last = in_fill_drain([{Kind.FORWARD: forward, Kind.BACKWARD: backward}] * 10)
+    *_, last = in_fill_drain(ActionCosts({1: stages}, [1] * 10, [0] * 3, [1.0] * 3))
 
     assert last.end.max() == (1 + 5 + 2) + 9 * 5 + (2 + 7 + 3) + 9 * 7
 
 
 def test_no_action_of_a_stage_starts_before_the_one_before_has_ended() -> None:
     """Also by a rounding error: memory over time is counted in this order."""
-    random = np.random.default_rng(0)
-    kinds = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
-    times = [dict(zip(kinds, random.random((3, 8)), strict=True)) for _ in range(50)]
+    random = Random(0)
+    stages = [
+        MicroBatchCost(random.random(), random.random(), random.random(), 1.0) for _ in range(8)
+    ]
     free = np.zeros(8)
-    for wave in in_fill_drain(times):
+    for wave in in_fill_drain(ActionCosts({1: stages}, [1] * 50, [50] * 8, [1.0] * 8)):
         assert (wave.start >= free[wave.j]).all()
         free[wave.j] = wave.end

@@ -16,14 +16,13 @@ from lightning_gpipe.core.balance import (
     LayerCosts,
     Place,
     memory_costs,
+    recomputing,
     solve_on,
-    sums_of,
     time_costs,
 )
 from lightning_gpipe.core.layout import Around, check_enough_layers
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
-from lightning_gpipe.core.schedules import count_recomputed
 
 # Numbers of units, the names of where stages begin, or what to go by.
 Balance = Sequence[int] | Sequence[str] | str
@@ -79,24 +78,26 @@ def balances_for(
         check_enough_layers(len(piped.frontend.units), devices, piped.name)
         if balance not in places:
             places[balance] = _places(balance, measuring, -1 if around == "last" else 0)
-        costs = _unit_costs(balance, measuring, k)
-        sizes.append(solve_on(costs, places[balance]))
+        costs, own = _unit_costs(balance, measuring, k, places[balance])
+        sizes.append(solve_on(costs, own))
         if balance != "time":  # pipelines of a model run one after another, but are there at once
-            pairs = zip(places[balance], sums_of(costs.times, sizes[-1]), strict=True)
+            pairs = zip(places[balance], costs.of_stages(sizes[-1], own), strict=True)
             places[balance] = [replace(place, busy=place.busy + cost) for place, cost in pairs]
     return sizes
 
 
-def _unit_costs(criterion: str, measuring: LayerMeasurement, k: int) -> LayerCosts:
-    """Return the costs of the units of module ``k`` by a criterion, for a mini-batch."""
+def _unit_costs(
+    criterion: str, measuring: LayerMeasurement, k: int, places: Sequence[Place]
+) -> tuple[LayerCosts, Sequence[Place]]:
+    """Return the costs of the units of module ``k`` by a criterion, and the places for them."""
     if criterion == "parameters":
-        return LayerCosts(measuring.modules[k].frontend.costs())
+        return LayerCosts(measuring.modules[k].frontend.costs()), places
     profile = measuring.profiles[k]
-    recomputed = count_recomputed(measuring.activation_checkpointing, profile.chunks)
+    places = recomputing(places, profile, measuring.activation_checkpointing)
     if criterion == "time":
-        return time_costs(profile, recomputed, split=measuring.split)
-    peak = memory_costs(profile, recomputed)
-    return LayerCosts(peak.times, peak.times, peak.transfers)
+        return time_costs(profile, split=measuring.split), places
+    saving = [replace(place, extra=place.alive) for place in places]
+    return memory_costs(profile, min(place.alive for place in places)), saving
 
 
 def _places(criterion: str, measuring: LayerMeasurement, outside: int) -> list[Place]:

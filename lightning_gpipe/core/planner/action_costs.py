@@ -1,0 +1,100 @@
+"""The time of each action and the bytes that it adds or frees, as arrays for numpy.
+
+They depend on the number of rows of a micro-batch, on whether the stage recomputes it, and on the
+stage. A forward adds the inputs from other stages and, unless its activations are dropped, the
+tensors saved for backward; a recomputation adds these later. A backward frees both. The first part
+of a split one leaves some bytes until the gradients of the weights are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
+from lightning_gpipe.core.schedules import Kind
+
+Times = NDArray[np.float64]  # one for each action
+Indices = NDArray[np.int64]
+Bytes = NDArray[np.float64]  # of shape (..., 2): of activations, and of boundaries
+
+
+class ActionCosts:
+    """The costs of all actions of a mini-batch.
+
+    Args:
+        costs: The costs of each stage for a micro-batch, by its number of rows.
+        rows: The number of rows of each micro-batch.
+        recomputed: The number of micro-batches that each stage recomputes, which are the first.
+        speeds: The speed of each stage's device.
+
+    Attributes:
+        micro_batches, stages: Their numbers.
+    """
+
+    def __init__(
+        self,
+        costs: Mapping[int, Sequence[MicroBatchCost]],
+        rows: Sequence[int],
+        recomputed: Sequence[int],
+        speeds: Sequence[float],
+    ) -> None:
+        sizes = list(costs)
+        self.micro_batches, self.stages = len(rows), len(recomputed)
+        self._size_of = np.array([sizes.index(number) for number in rows])
+        self._recomputed = np.array(recomputed)
+
+        def each(name: str) -> NDArray[np.float64]:
+            return np.array([[getattr(cost, name) for cost in costs[size]] for size in sizes])
+
+        forward, dropping, backward, weights = (
+            each(name) / np.array(speeds) for name in ("forward", "dropping", "backward", "weights")
+        )
+        saved, entering, left = map(each, ("saved", "entering", "left"))
+        nothing = np.zeros_like(forward)
+        # By the number of rows, whether it is recomputed, and the stage.
+        self._times: dict[Kind, NDArray[np.float64]] = {
+            Kind.FORWARD: np.stack([forward, dropping], axis=1),
+            Kind.RECOMPUTE: np.stack([nothing, forward], axis=1),
+            Kind.BACKWARD: np.stack([backward, backward], axis=1),
+            Kind.WEIGHTS: np.stack([weights, weights], axis=1),
+        }
+        self._changes: dict[Kind, Bytes] = {
+            Kind.FORWARD: _pairs(kept=(saved, entering), dropped=(nothing, entering)),
+            Kind.RECOMPUTE: _pairs(kept=(nothing, nothing), dropped=(saved, nothing)),
+            Kind.BACKWARD: _pairs(*[(left - saved, -entering)] * 2),
+            Kind.WEIGHTS: _pairs(*[(-left, nothing)] * 2),
+        }
+
+    def recomputing(self, recomputed: Sequence[int]) -> ActionCosts:
+        """Return the costs if the stages recompute other numbers of micro-batches."""
+        other = copy(self)
+        other._recomputed = np.array(recomputed)
+        return other
+
+    def recomputes(self, i: Indices, j: Indices) -> NDArray[np.bool_]:
+        """Return for each action whether its stage recomputes its micro-batch."""
+        recomputes: NDArray[np.bool_] = i < self._recomputed[j]
+        return recomputes
+
+    def times(self, kind: Kind, i: Indices, j: Indices) -> Times:
+        """Return the time of each action of a kind."""
+        times: Times = self._times[kind][self._size_of[i], self.recomputes(i, j).view(np.int8), j]
+        return times
+
+    def changes(self, kind: Kind, i: Indices, j: Indices) -> Bytes:
+        """Return the bytes by which each action of a kind changes its stage's memory."""
+        dropped = self.recomputes(i, j).view(np.int8)
+        changes: Bytes = self._changes[kind][self._size_of[i], dropped, j]
+        return changes
+
+
+def _pairs(
+    kept: tuple[NDArray[np.float64], NDArray[np.float64]],
+    dropped: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> Bytes:
+    """Return the bytes of activations and boundaries, by size, recomputation and stage."""
+    return np.stack([np.stack(kept, axis=-1), np.stack(dropped, axis=-1)], axis=1)

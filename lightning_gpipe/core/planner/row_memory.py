@@ -1,0 +1,57 @@
+"""The memory of a worker at the peak of its row.
+
+A worker runs its row in order, however long it waits between two actions. So what it holds follows
+from the row alone, without the times of the schedule.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+
+from lightning_gpipe.core.planner.action_costs import ActionCosts, Indices
+from lightning_gpipe.core.schedules import Kind, Pattern, Visit
+
+
+class RowMemory:
+    """The actions of one worker as arrays, in the order in which they change its memory."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        forwards = backwards = _columns(pattern.forwards)
+        if pattern.backwards is not pattern.forwards:
+            backwards = _columns(pattern.backwards)
+        number = np.arange(len(pattern.forwards))
+        # Forward warm_up + k comes before backward k, the weights of backward k - late after it.
+        self._visits: Mapping[Kind, tuple[tuple[Indices, Indices], Indices]] = {
+            Kind.FORWARD: (forwards, 4 * (number - pattern.warm_up)),
+            Kind.RECOMPUTE: (backwards, 4 * number + 1),
+            Kind.BACKWARD: (backwards, 4 * number + 2),
+            Kind.WEIGHTS: (backwards, 4 * (number + pattern.late) + 3),
+        }
+        self._order = np.argsort(np.concatenate([keys for _, keys in self._visits.values()]))
+
+    def peak(self, costs: ActionCosts) -> float:
+        """Return the most bytes that the actions hold at once."""
+        changes = np.concatenate(
+            [costs.changes(kind, *visits) for kind, (visits, _) in self._visits.items()]
+        )
+        total = changes[:, 0] + changes[:, 1]  # faster than a sum over so short an axis
+        return float(total[self._order].cumsum().max())
+
+    def least_recomputed(self, costs: ActionCosts, room: float) -> int:
+        """Return how many micro-batches its stages must recompute at least; all if none will do."""
+        m = costs.micro_batches
+
+        def fits(number: int) -> bool:
+            return self.peak(costs.recomputing([number] * costs.stages)) <= room
+
+        return 0 if fits(0) else bisect_left(range(m), True, 1, m, key=fits)
+
+
+def _columns(visits: Sequence[Visit]) -> tuple[Indices, Indices]:
+    """Return the micro-batches and the stages of visits."""
+    numbers = np.fromiter(chain.from_iterable(visits), np.int64, 2 * len(visits))
+    return numbers[::2], numbers[1::2]
