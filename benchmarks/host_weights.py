@@ -15,21 +15,15 @@ teraflops and 50 GB/s, as an H100 on PCIe 5.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from itertools import product
 from typing import NamedTuple
 
 from benchmarks.harness import Report, options
-from lightning_gpipe.core.schedules import (
-    Action,
-    Kind,
-    Schedule,
-    WeightMoves,
-    counted,
-    fill_drain,
-    looped,
-    weight_moves,
-)
+from lightning_gpipe.core.balance import Place
+from lightning_gpipe.core.planner.action_costs import ActionCosts
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
+from lightning_gpipe.core.planner.waves import end_and_peaks, waves
+from lightning_gpipe.core.schedules import FILL_DRAIN, counted, looped
 
 
 class Device(NamedTuple):
@@ -46,7 +40,6 @@ class Device(NamedTuple):
 
 DEVICES = {"PCIe 4": Device(80e12, 20e9), "H100": Device(400e12, 50e9)}
 LAYERS = {7: 32, 32: 64, 70: 80}  # billions of weights: of them each is a stage
-OPERATIONS = {Kind.FORWARD: 2, Kind.RECOMPUTE: 2, Kind.BACKWARD: 4}  # for a weight and a token
 BYTES = 2
 
 
@@ -76,44 +69,23 @@ def waiting(device: Device, billions: int, gpus: int, m: int, tokens: int) -> fl
     """The share of the time that is spent on waiting for weights and gradients."""
     stages = LAYERS[billions]
     weights = 1e9 * billions / stages
-    schedule = fill_drain(m, looped(stages, gpus), recomputed=m)
-    cost = {kind: each * weights * tokens / device.operations for kind, each in OPERATIONS.items()}
-    on_devices = played(schedule, cost, 0.0)
-    return 1 - on_devices / played(schedule, cost, BYTES * weights / device.bytes)
+    forward = 2 * weights * tokens / device.operations
+    transfer = BYTES * weights / device.bytes
+    on_devices, on_host = (
+        predicted(MicroBatchCost(forward, forward, 2 * forward, 0.0), stages, gpus, m, transfers)
+        for transfers in ([], [(transfer, transfer)] * stages)
+    )
+    return 1 - on_devices / on_host
 
 
-def played(schedule: Schedule, cost: dict[Kind, float], transfer: float) -> float:
-    """How long the schedule takes if the weights of a stage are ``transfer`` on their way."""
-    moves = [weight_moves(row) for row in schedule.rows]
-    last = {a.j: a for row in schedule.rows for a in row if a.kind is Kind.BACKWARD}
-    waiting = [list(reversed(row)) for row in schedule.rows]
-    free, coming, going = ([0.0] * schedule.workers for _ in range(3))
-    there = [defaultdict[int, float](float) for _ in waiting]  # when the weights of a stage are
-    asked: set[Action] = set()
-    end: dict[Action, float] = {}
-    present = {action for row in schedule.rows for action in row}
-    progress = True
-    while progress:
-        progress = False
-        for w, queue in enumerate(waiting):
-            while queue:
-                action = queue[-1]
-                if action not in asked:  # a worker asks before it waits for what comes in
-                    asked.add(action)
-                    for j in moves[w].get(action, WeightMoves()).loads:
-                        coming[w] = max(coming[w], free[w]) + transfer
-                        there[w][j] = coming[w]
-                needed = [each for each in schedule.needs(action) if each in present]
-                if not all(each in end for each in needed):
-                    break
-                queue.pop()
-                start = max([free[w], there[w][action.j], *(end[each] for each in needed)])
-                free[w] = end[action] = start + cost[action.kind]
-                if last[action.j] == action:
-                    going[w] = max(going[w], free[w]) + transfer
-                progress = True
-    assert not any(waiting), "a schedule ends"
-    return max(*free, *going)
+def predicted(
+    cost: MicroBatchCost, stages: int, gpus: int, m: int, transfers: list[tuple[float, float]]
+) -> float:
+    """How long a mini-batch takes, of which all is recomputed."""
+    placement = looped(stages, gpus)
+    patterns, places = FILL_DRAIN.patterns(m, placement), [Place()] * stages
+    costs = ActionCosts({1: [cost] * stages}, [1] * m, [m] * stages, places, transfers=transfers)
+    return end_and_peaks(waves(patterns, costs, one_loss=True, split=False), costs, placement)[0]
 
 
 if __name__ == "__main__":

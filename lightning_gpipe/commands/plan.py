@@ -36,7 +36,7 @@ from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
 
 _BYTES = {"B": 1, **{f"{letter}iB": 2 ** (10 * k) for k, letter in enumerate("KMGT", 1)}}
 _BYTES |= {f"{letter}B": 10 ** (3 * k) for k, letter in enumerate("KMGT", 1)}
-_WRITTEN = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)")
+_WRITTEN = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)")
 _OPERATIONS = {f"{letter}FLOPS": 10 ** (3 * k) for k, letter in enumerate("MGTP", 2)}
 
 
@@ -45,7 +45,10 @@ def plan_command(arguments: Sequence[str]) -> int:
     options, others = _parser().parse_known_args(list(arguments))
     try:
         places, operations = places_of(
-            options.devices, _listed(options.device_memory), _listed(options.device_speed)
+            options.devices,
+            _listed(options.device_memory),
+            _listed(options.device_speed),
+            options.host_speed,
         )
         if options.plot is not None:
             check_can_draw()
@@ -116,6 +119,8 @@ class _Planning(CPUAccelerator):
                 "auto",
                 options.schedule or settings.schedule,
                 True if settings.split_backward is True else "auto",
+                options.weights or settings.weights,
+                "auto" if options.offload_activations else settings.offload_activations,
             ),
             options.stages,
             None,
@@ -185,6 +190,14 @@ def _parser() -> ArgumentParser:
         metavar="2",
         help="how many times as fast as this machine; or, of layers that are counted, 312TFLOPS",
     )
+    add(
+        "--host-speed",
+        default="20GB/s",
+        metavar="20GB/s",
+        help="of the way between the memory of the host and each device",
+    )
+    add("--weights", choices=["device", "host", "auto"], help="where they are between their uses")
+    add("--offload-activations", action="store_true", help="whether they may wait on the host")
     add("--stages", type=int, help="their number; by default what is fastest")
     add("--chunks", type=int, help="the number of micro-batches; by default what is fastest")
     names = [*dict.fromkeys(kind.schedule for kind in KINDS), "auto"]
@@ -206,12 +219,12 @@ def _speed_of(text: str) -> tuple[float, bool]:
 
 
 def places_of(
-    devices: int | None, memory: Sequence[str], speed: Sequence[str]
+    devices: int | None, memory: Sequence[str], speed: Sequence[str], host_speed: str = "20GB/s"
 ) -> tuple[list[Place], float | None]:
     """Return the devices, and the operations per second of the first if speeds are absolute.
 
     The lists have a value for each device, one for all, or none. Without a number of devices, that
-    of the lists counts.
+    of the lists counts. ``host_speed`` is for all.
 
     Raises:
         ValueError: If a value cannot be parsed, or the number of values is not that of the devices.
@@ -233,9 +246,11 @@ def places_of(
             f"--device-speed must have factors only, or operations only: got {' '.join(speed)}."
         )
     first = next((value for value, absolute in speeds if absolute), None)
+    way = "--host-speed must be bytes per second such as 20GB/s"
+    bus = _number(host_speed, {f"{unit}/s": size for unit, size in _BYTES.items()}, way)
     factors = _for_each([value / (first or 1.0) for value, _ in speeds] or [1.0], number)
     places = zip(factors, _for_each(sizes or [inf], number), strict=True)
-    return [Place(speed=x, memory=size) for x, size in places], first
+    return [Place(speed=x, memory=size, host_speed=bus) for x, size in places], first
 
 
 def _for_each(values: list[float], number: int) -> list[float]:

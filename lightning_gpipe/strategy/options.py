@@ -54,8 +54,8 @@ class StrategyOptions:
     split_backward: bool | Literal["auto"]
     verify: bool | Literal["sample"]
     around: Around
-    weights: Weights
-    offload_activations: bool
+    weights: Weights | Literal["auto"]
+    offload_activations: bool | Literal["auto"]
     processes: Mode
     outputs: Outputs
     timeout: timedelta
@@ -79,7 +79,7 @@ class StrategyOptions:
             _check_balance(balance)
         if self.verify not in (True, False, "sample"):
             raise ValueError(f"verify must be True, False or 'sample': got {self.verify!r}.")
-        self.requested(1, self.schedule).check(self.weights)
+        self.requested(1, self.schedule).check()
         check_microbatching(self.microbatching)
         check_around(self.around)
         check_threads(self.threads)
@@ -124,7 +124,14 @@ class StrategyOptions:
             schedule: The schedule that the LightningModule allows.
         """
         number = chunks if self.chunks is None else self.chunks
-        return Requested(number, self.checkpointing, schedule, self.split_backward)
+        return Requested(
+            number,
+            self.checkpointing,
+            schedule,
+            self.split_backward,
+            self.weights,
+            self.offload_activations,
+        )
 
     def _check_processes(self) -> None:
         replicas, lost_after = self.replicas, self.lost_after

@@ -125,7 +125,7 @@ class PipelinedModule:
             check_even(
                 len(size), len(devices), f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}"
             )
-        if settings.weights == "device":
+        if choice.weights == "device":
             warn_of_one_device(balances, sizes, len(devices))
         measured_balances.keep(self.modules, balances, sizes)
         self._root = root
@@ -146,8 +146,8 @@ class PipelinedModule:
             split_backward=choice.split_backward,
             around=settings.around,
             folded=settings.folded,
-            weights=settings.weights,
-            offload_activations=settings.offload_activations,
+            weights=choice.weights,
+            offload_activations=choice.offload_activations,
             **processes.of_pipeline(),
         )
         if settings.verify is True and not choice.order.by_micro_batch:  # else steps are verified

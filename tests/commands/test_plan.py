@@ -178,8 +178,8 @@ def test_nothing_fits_as_json_alone(
         for j, stage in enumerate(nearest)
     ]
     assert found["needed"] == max(stage["memory"]["total"] for stage in nearest)
-    assert (found["fitting"] is not None) == fits
-    for stage in found["fitting"]["stages"] if fits else ():
+    assert bool(found["fitting"]) == fits
+    for stage in found["fitting"][-1]["stages"] if fits else ():
         assert stage["memory"]["total"] <= stage["limit"]
 
 
@@ -219,6 +219,25 @@ def test_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs a model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["20GB", "20", "GB/s", "0GB/s"])
+def test_speeds_of_a_bus_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert plan_command([f"--host-speed={text}"]) == 1
+    assert "speed" in capsys.readouterr().err
+
+
+def test_weights_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan for one device that has room for no more than two layers, which may not be there."""
+    arguments = ["--config", configured(tmp_path), "--devices", "1", "--device-memory", "5KiB"]
+
+    assert plan_command([*arguments, "--json"]) == 1
+    lacking = json.loads(capsys.readouterr().out)
+    assert plan_command([*arguments, "--weights", "host", "--host-speed", "1GB/s"]) == 0
+    chosen = capsys.readouterr().out
+
+    assert lacking["fitting"][0]["weights"] == "host"
+    assert "weights='host'" in chosen
+
+
 @pytest.mark.parametrize("text", ["24 Gib", "24", "GiB", "1.2.3GiB", "-1GiB"])
 def test_sizes_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert plan_command([f"--device-memory={text}"]) == 1
@@ -230,6 +249,8 @@ def test_devices_as_they_are_written() -> None:
     places, operations = places_of(None, ["1KB", "2KB"], ["2TFLOPS", "1TFLOPS"])
     assert places == [Place(speed=1, memory=1000), Place(speed=0.5, memory=2000)]
     assert operations == 2e12
+    [place], _ = places_of(1, [], [], "64GB/s")
+    assert place.host_speed == 64e9
 
 
 @pytest.mark.parametrize(

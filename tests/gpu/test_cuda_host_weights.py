@@ -1,7 +1,7 @@
 """Weights on the host: the numbers of weights on devices, in less memory than the model has.
 
 What a worker moves, and when: ``host/weights``, ``host/side_copies``, ``host/memory`` and
-``host/traffic``.
+``host/traffic``. A plan measures the way from the host with ``profile/buses``.
 """
 
 from __future__ import annotations
@@ -437,6 +437,33 @@ def test_resumed_elsewhere(tmp_path: Path, schedule: Any) -> None:
     assert_same_weights(run(2, path), run(2, path, weights="host"))
 
 
-def test_settings_cannot_be_planned() -> None:
-    with pytest.raises(ValueError, match="a plan is for weights on the devices.*chunks='auto'"):
-        GPipeStrategy(chunks="auto", weights="host")
+@pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="a GPU's blocks are larger")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("room, weights", [(4 * STAGES, "device"), (8, "host")])
+def test_plan_fits(
+    limited: Callable[[int, int], None], devices: int, room: int, weights: Weights
+) -> None:
+    """Each device has room for the parameters of so many stages, and as much for the rest."""
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    expected = steps(deep(), "cpu", 64)
+    names = [f"cuda:{k}" for k in range(devices)]
+    for k in range(devices):
+        limited(k, torch.cuda.memory_allocated(k) + 2 * room * STAGE)
+
+    pipeline = GPipe(
+        deep(),
+        "time",
+        devices=names,
+        chunks=8,
+        activation_checkpointing="auto",
+        weights="auto",
+        offload_activations="auto",
+        sample=torch.randn(64, SIDE, dtype=torch.float64),
+        optimizer=torch.optim.AdamW,
+    )
+    found = steps(pipeline, names[-1], 64)
+
+    assert pipeline.plan is not None
+    assert pipeline.layout.weights == pipeline.plan.settings.weights == weights
+    assert_same(found, expected)

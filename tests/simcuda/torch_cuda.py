@@ -168,14 +168,18 @@ def _memory(simulation: Simulation) -> dict[str, Any]:
             "allocated_bytes.all.peak": peak(device),
         }
 
+    fractions: dict[int, float] = {}
+
     def limit(fraction: float, device: Device = None) -> None:
         index = _index(device)
+        fractions[index] = fraction
         simulation.set_limit(
             index, int(fraction * torch.cuda.get_device_properties(index).total_memory)
         )
 
     return {
         "set_per_process_memory_fraction": limit,
+        "get_per_process_memory_fraction": lambda device=None: fractions.get(_index(device), 1.0),
         "memory_allocated": allocated,
         "memory_reserved": allocated,
         "max_memory_allocated": peak,

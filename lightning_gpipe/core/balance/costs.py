@@ -87,6 +87,8 @@ class Place:
         micro_batches: Their number, if it may recompute as many as it must, which spends the extra
             time on each of these; or else 0.
         least: The number of micro-batches that are alive at once if all are recomputed.
+        host_speed: The bytes per second that come to it from the memory of the host, and as many
+            that go there meanwhile; by default as on a PCIe bus of the fourth generation.
     """
 
     speed: float = 1.0
@@ -97,10 +99,13 @@ class Place:
     extra: float = 0
     micro_batches: int = 0
     least: float = 0
+    host_speed: float = 20e9
 
     def __post_init__(self) -> None:
         if not (isfinite(self.speed) and self.speed > 0):
             raise ValueError(f"the speed of a device must be positive: got {self.speed}.")
+        if not self.host_speed > 0:
+            raise ValueError(f"the speed of a bus must be positive: got {self.host_speed}.")
         if not self.memory >= 0:
             raise ValueError(f"the memory of a device must not be negative: got {self.memory}.")
         numbers = [self.busy, self.taken, self.alive, self.extra, self.least]

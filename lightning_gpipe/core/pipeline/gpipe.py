@@ -95,9 +95,10 @@ class GPipe(StandIn):
             the optimizer's state: on the ``"device"`` of the stage, or in the memory of the
             ``"host"``, for models larger than the devices. A device then has the weights of the
             stage at work and of its next one; buffers, and what is around the pipeline, stay on
-            devices.
+            devices. ``"auto"`` plans it, as ``chunks``.
         offload_activations: Whether what is kept for a backward waits for it in the memory of the
             host: the inputs of a micro-batch that is recomputed, of others what autograd saves.
+            ``"auto"`` plans it, as ``chunks``.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer. ``"auto"`` plans
             it: the layers are measured on the ``sample``, and the fastest prediction that fits the
             devices is taken.
@@ -160,16 +161,22 @@ class GPipe(StandIn):
         split_backward: bool | Literal["auto"] = False,
         around: Around = "last",
         folded: bool = False,
-        weights: Weights = "device",
-        offload_activations: bool = False,
+        weights: Weights | Literal["auto"] = "device",
+        offload_activations: bool | Literal["auto"] = False,
         sample: Any = None,
         optimizer: Optimizers = None,
         owners: Sequence[int] | None = None,
         group: ProcessGroup | None = None,
         lost_after: timedelta | None = None,
     ) -> None:
-        requested = Requested(chunks, activation_checkpointing, split_backward=split_backward)
-        requested.check(weights)
+        requested = Requested(
+            chunks,
+            activation_checkpointing,
+            split_backward=split_backward,
+            weights=weights,
+            offload_activations=offload_activations,
+        )
+        requested.check()
         check_around(around)
         check_microbatching(microbatching)
         check_threads(threads)
@@ -198,7 +205,7 @@ class GPipe(StandIn):
             group,
             lost_after,
             folds=folded,
-            weights=weights,
+            weights=resolved.weights,
         )
         if deferred_batch_norm:
             for layout in layouts:
@@ -213,7 +220,7 @@ class GPipe(StandIn):
                 activation_checkpointing=resolved.activation_checkpointing,
                 microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
                 deferred_batch_norm=deferred_batch_norm,
-                offload_activations=offload_activations,
+                offload_activations=resolved.offload_activations,
                 threads=threads,
                 split_backward=resolved.split_backward,
                 workers=workers,

@@ -4,6 +4,10 @@ They depend on the number of rows of a micro-batch, on whether the stage recompu
 stage. A forward adds the inputs from other stages and, unless its activations are dropped, the
 tensors saved for backward; a recomputation adds these later. A backward frees both. The first part
 of a split one leaves some bytes until the gradients of the weights are computed.
+
+Activations that wait on the host are on the device only around the actions that need them: those of
+the action at work, and those on their way. The way is beside what is computed, so an action takes
+as long as the longer of both.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
 from lightning_gpipe.core.schedules import Kind
 
@@ -29,10 +34,15 @@ class ActionCosts:
         costs: The costs of each stage for a micro-batch, by its number of rows.
         rows: The number of rows of each micro-batch.
         recomputed: The number of micro-batches that each stage recomputes, which are the first.
-        speeds: The speed of each stage's device.
+        places: The device of each stage.
+        transfers: The times in which the weights of each stage come from the host, and in which
+            their gradients go there; empty if they are on the devices.
+        under_way: The number of micro-batches whose activations are on the device at once, if they
+            wait on the host; 0 if they do not.
 
     Attributes:
         micro_batches, stages: Their numbers.
+        transfers: The times as an array, of shape (stages, 2); None if there are none.
     """
 
     def __init__(
@@ -40,34 +50,52 @@ class ActionCosts:
         costs: Mapping[int, Sequence[MicroBatchCost]],
         rows: Sequence[int],
         recomputed: Sequence[int],
-        speeds: Sequence[float],
+        places: Sequence[Place],
+        *,
+        transfers: Sequence[tuple[float, float]] = (),
+        under_way: int = 0,
     ) -> None:
         sizes = list(costs)
         self.micro_batches, self.stages = len(rows), len(recomputed)
         self._size_of = np.array([sizes.index(number) for number in rows])
         self._recomputed = np.array(recomputed)
+        self.transfers = np.array(transfers) if transfers else None
+        speeds = np.array([place.speed for place in places])
 
         def each(name: str) -> NDArray[np.float64]:
             return np.array([[getattr(cost, name) for cost in costs[size]] for size in sizes])
 
         forward, dropping, backward, weights = (
-            each(name) / np.array(speeds) for name in ("forward", "dropping", "backward", "weights")
+            each(name) / speeds for name in ("forward", "dropping", "backward", "weights")
         )
         saved, entering, left = map(each, ("saved", "entering", "left"))
         nothing = np.zeros_like(forward)
+        keeping, again = backward, backward
+        self._under_way = under_way * np.stack([saved + entering, entering]).max(axis=1)
+        if under_way:
+            buses = np.array([place.host_speed for place in places])
+            moved, moved_inputs = (saved + entering) / buses, entering / buses
+            forward, dropping = np.maximum(forward, moved), np.maximum(dropping, moved_inputs)
+            keeping, again = np.maximum(backward, moved), np.maximum(backward, moved_inputs)
+        kept, inputs = (nothing, nothing) if under_way else (saved, entering)
         # By the number of rows, whether it is recomputed, and the stage.
         self._times: dict[Kind, NDArray[np.float64]] = {
             Kind.FORWARD: np.stack([forward, dropping], axis=1),
-            Kind.RECOMPUTE: np.stack([nothing, forward], axis=1),
-            Kind.BACKWARD: np.stack([backward, backward], axis=1),
+            Kind.RECOMPUTE: np.stack([nothing, each("forward") / speeds], axis=1),
+            Kind.BACKWARD: np.stack([keeping, again], axis=1),
             Kind.WEIGHTS: np.stack([weights, weights], axis=1),
         }
         self._changes: dict[Kind, Bytes] = {
-            Kind.FORWARD: _pairs(kept=(saved, entering), dropped=(nothing, entering)),
+            Kind.FORWARD: _pairs(kept=(kept, inputs), dropped=(nothing, inputs)),
             Kind.RECOMPUTE: _pairs(kept=(nothing, nothing), dropped=(saved, nothing)),
-            Kind.BACKWARD: _pairs(*[(left - saved, -entering)] * 2),
+            Kind.BACKWARD: _pairs(kept=(left - kept, -inputs), dropped=(left - saved, -inputs)),
             Kind.WEIGHTS: _pairs(*[(-left, nothing)] * 2),
         }
+
+    def under_way(self, j: int) -> float:
+        """Return the bytes of activations on their way to and from the host, on one stage."""
+        all_recomputed = int(self._recomputed[j] >= self.micro_batches)
+        return float(self._under_way[all_recomputed, j])
 
     def recomputing(self, recomputed: Sequence[int]) -> ActionCosts:
         """Return the costs if the stages recompute other numbers of micro-batches."""

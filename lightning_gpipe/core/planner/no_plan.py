@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +22,11 @@ class NoPlan(ValueError):
     Attributes:
         nearest: The plan that lacks least where it lacks most.
         needed: The bytes per device with which it fits.
-        fitting: The nearest plan that fits: on these devices with other settings than the user's,
-            or else on more devices like the largest; None if no number of devices would do.
+        fitting: Plans that fit, see :func:`fitting_plans`; empty if no number of devices would do.
     """
 
-    def __init__(self, nearest: Prediction, fitting: Prediction | None = None) -> None:
-        self.nearest, self.fitting = nearest, fitting
+    def __init__(self, nearest: Prediction, fitting: Sequence[Prediction] = ()) -> None:
+        self.nearest, self.fitting = nearest, tuple(fitting)
         self.needed = max(stage.needed for stage in nearest.stages)
         super().__init__(
             "a plan must fit the memory of the devices: none does. The nearest one, "
@@ -45,22 +45,26 @@ class NoPlan(ValueError):
             "missing": missing,
             "needed": self.needed,
             "nearest": self.nearest.as_dict(),
-            "fitting": None if self.fitting is None else self.fitting.as_dict(),
+            "fitting": [plan.as_dict() for plan in self.fitting],
         }
 
 
-def nearest_fitting(search: PlanSearch) -> Prediction | None:
-    """Return the nearest plan that fits: on the same devices with other settings, or on more.
+def fitting_plans(search: PlanSearch) -> list[Prediction]:
+    """Return plans that fit, the cheapest first.
 
-    Other schedules are tried only if need be; more devices are as few as possible, each like the
-    largest. None if no number of them would do.
+    On the same devices with other numbers, with activations on the host, or with another schedule;
+    if these do not fit, with weights on the host, and on as few more devices as possible, each like
+    the largest.
     """
     free = replace(search, stages=None, balance=None, chunks=None, activation_checkpointing=None)
-    others = replace(free, orders=tuple(filter(search.is_measured, KINDS)))
-    for other in (free, others):
+    measured = tuple(filter(search.is_measured, KINDS))
+    offloaded = replace(free, offload=(False, True))
+    for other in (free, offloaded, replace(offloaded, orders=measured)):
         if other != search and (fastest := other.fastest(other.candidates())) is not None:
-            return fastest
-    return _on_more(free) or _on_more(others)
+            return [fastest]
+    hosted = replace(offloaded, weights=("host",))
+    more = _on_more(free) or _on_more(replace(free, orders=measured))
+    return [plan for plan in (hosted.fastest(hosted.candidates()), more) if plan is not None]
 
 
 def _on_more(free: PlanSearch) -> Prediction | None:
@@ -84,15 +88,15 @@ def _fits(search: PlanSearch) -> bool:
     n = len(search.places)
     for order in search.orders:
         m = search.numbers_of_micro_batches(n, order)[-1]
-        if not any(search.predicted(PlannedSettings.alike(n, m, m, order)).missing):
+        if not any(search.predicted(PlannedSettings(n, m, (m,) * n, order)).missing):
             return True
     return False
 
 
 def _lacking(nearest: Prediction) -> str:
-    """The missing memory of each device, the most first."""
-    stages = enumerate(nearest.stages)
-    lacking = sorted(((s.missing, -j, s) for j, s in stages if s.missing), reverse=True)
+    """The missing memory of each device, the most first, with the last of its stages."""
+    of_device = {stage.device: (stage.missing, -j, stage) for j, stage in enumerate(nearest.stages)}
+    lacking = sorted((each for each in of_device.values() if each[0]), reverse=True)
     named = [
         f"{lack / _GIB:.3g} GiB on device {stage.device} (stage {-j}: "
         f"{stage.needed / _GIB:.3g} of {stage.limit / _GIB:.3g} GiB)"
@@ -102,19 +106,22 @@ def _lacking(nearest: Prediction) -> str:
     return ", ".join(named) + (f", and less on {others} others" if others else "")
 
 
-def _cure(nearest: Prediction, fitting: Prediction | None) -> str:
-    """The sentence that says what would fit."""
-    if fitting is None:
+def _cure(nearest: Prediction, fitting: Sequence[Prediction]) -> str:
+    """The sentences that say what would fit."""
+    if not fitting:
         return (
             "No number of devices like these would do. Use devices with more memory, or batches "
             "with fewer rows."
         )
-    sizes = sorted({f"{place.memory / _GIB:.3g}" for place in fitting.places}, key=float)
+    plans = "; or ".join(_would_do(nearest, plan) for plan in fitting)
+    return f"{plans}. Or use batches with fewer rows."
+
+
+def _would_do(nearest: Prediction, plan: Prediction) -> str:
+    devices = dict(zip(plan.devices, plan.places, strict=True)).values()
+    sizes = sorted({f"{place.memory / _GIB:.3g}" for place in devices}, key=float)
     of = sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     loss = ""
-    if fitting.settings.order.by_micro_batch and not nearest.settings.order.by_micro_batch:
+    if plan.settings.order.by_micro_batch and not nearest.settings.order.by_micro_batch:
         loss = ", with which each micro-batch has a loss of its own"
-    return (
-        f"{counted(len(fitting.places), 'device')} of {of} GiB would do, with "
-        f"{fitting.settings}{loss}. Or use batches with fewer rows."
-    )
+    return f"{counted(len(devices), 'device')} of {of} GiB would do, with {plan.settings}{loss}"

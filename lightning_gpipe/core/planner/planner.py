@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.layout import Around, check_even
-from lightning_gpipe.core.planner.no_plan import NoPlan, nearest_fitting
+from lightning_gpipe.core.layout import Around, Weights, check_even
+from lightning_gpipe.core.planner.no_plan import NoPlan, fitting_plans
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.search import PlanSearch
 from lightning_gpipe.core.planner.settings import PlannedSettings, near
@@ -86,6 +87,9 @@ def plan_for(
     schedule: ScheduleName | Literal["auto"] = "fill_drain",
     split_backward: bool | None = False,
     around: Around = "last",
+    weights: Sequence[Weights] = ("device",),
+    offload: Sequence[bool] = (False,),
+    every_device: bool = False,
 ) -> Plan:
     """Return the plan with the least predicted time of those that fit the devices.
 
@@ -105,6 +109,10 @@ def plan_for(
         split_backward: Whether backwards are split; None chooses. They are not split if they were
             not measured in two parts.
         around: The stage whose device has the modules around the layers.
+        weights: Where the weights may be between their uses: ``"device"``, ``"host"`` or both, of
+            which the host is taken only if nothing else fits.
+        offload: Whether activations may wait on the host: False, True or both.
+        every_device: Whether each device must have a stage.
 
     Raises:
         ValueError: If the number of stages or micro-batches does not fit the devices, or the
@@ -129,20 +137,34 @@ def plan_for(
         activation_checkpointing,
         around,
         kinds_for(schedule, split_backward),
+        tuple(weights),
+        tuple(offload),
+        every_device,
     )
     if split_backward is None or schedule == "auto":
         search = replace(search, orders=tuple(filter(search.is_measured, search.orders)))
     _check(search)
     candidates = search.candidates()
-    chosen = search.fastest(candidates)
+    chosen = next(filter(None, map(search.fastest, _first_on_devices(candidates))), None)
     if chosen is None:
-        raise NoPlan(search.nearest(candidates), nearest_fitting(search))
+        raise NoPlan(search.nearest(candidates), fitting_plans(search))
     others = [
         *map(search.predicted, near(chosen.settings, candidates)),
-        *_in_other_orders(search, chosen.settings),
+        *_in_other_ways(search, chosen.settings),
     ]
     alternatives = (Alternative(other, _reason(chosen, other, search.orders)) for other in others)
     return Plan(chosen, tuple(alternatives))
+
+
+def _first_on_devices(
+    candidates: Sequence[PlannedSettings],
+) -> Iterator[Sequence[PlannedSettings]]:
+    """Yield the candidates with weights on the devices, and then those with weights on the host.
+
+    The step of the optimizer is in no prediction, and takes longer where the weights are then.
+    """
+    for where in get_args(Weights):
+        yield [candidate for candidate in candidates if candidate.weights == where]
 
 
 def _check(search: PlanSearch) -> None:
@@ -150,10 +172,11 @@ def _check(search: PlanSearch) -> None:
     stages, devices = search.stages, len(search.places)
     if stages is None or 1 <= stages <= devices:
         return
-    if search.balance is None:
+    if search.balance is None and search.weights == ("device",):
         raise ValueError(
             f"a plan has a device for each stage: got {counted(stages, 'stage')} and "
-            f"{counted(devices, 'device')}. Give as many devices as stages, or a balance."
+            f"{counted(devices, 'device')}. Give as many devices as stages, or a balance, or "
+            "weights='host'."
         )
     check_even(stages, devices, "Use a number of devices that divides the number of stages.")
     for order in search.orders:
@@ -162,16 +185,26 @@ def _check(search: PlanSearch) -> None:
             check_by_micro_batch(order.schedule, m, looped(stages, devices))
 
 
-def _in_other_orders(search: PlanSearch, best: PlannedSettings) -> Iterator[Prediction]:
-    """Yield the fastest of each other kind of schedule, with as many stages and micro-batches."""
+def _in_other_ways(search: PlanSearch, best: PlannedSettings) -> Iterator[Prediction]:
+    """Yield the fastest of each other kind of schedule, with as many stages and micro-batches.
+
+    Then, where they were to be chosen, the fastest with weights or activations elsewhere.
+    """
     placement = looped(best.stages, min(best.stages, len(search.places)))
+    here = replace(search, weights=(best.weights,), offload=(best.offload,))
     for order in KINDS:
-        possible = search.is_measured(order) and order.possible(best.chunks, placement)
-        if order == best.order or not possible:
-            continue
-        same = replace(search, stages=best.stages, chunks=best.chunks, orders=(order,))
-        candidates = same.candidates()
-        yield search.fastest(candidates) or search.predicted(candidates[-1])
+        if order != best.order and order.possible(best.chunks, placement):
+            same = replace(here, stages=best.stages, chunks=best.chunks, orders=(order,))
+            yield from _fastest_or_nearest(same)
+    for weights, offload in product(search.weights, search.offload):
+        if (weights, offload) != (best.weights, best.offload):
+            yield from _fastest_or_nearest(replace(search, weights=(weights,), offload=(offload,)))
+
+
+def _fastest_or_nearest(search: PlanSearch) -> Iterator[Prediction]:
+    measured = replace(search, orders=tuple(filter(search.is_measured, search.orders)))
+    if candidates := measured.candidates():
+        yield measured.fastest(candidates) or measured.nearest(candidates)
 
 
 def _reason(chosen: Prediction, other: Prediction, orders: Sequence[ScheduleKind]) -> str:
@@ -200,6 +233,8 @@ def _cause(chosen: Prediction, other: Prediction) -> str:
         return "more is recomputed"
     if other.bubble > chosen.bubble + _SAME:
         return f"bubble {other.bubble:.0%}, not {chosen.bubble:.0%}"
+    if (settings.weights, settings.offload) != (best.weights, best.offload):
+        return "the way from and to the host takes longer"
     if settings.stages < best.stages:
         return "fewer devices compute"
     if settings.order.split and not best.order.split:

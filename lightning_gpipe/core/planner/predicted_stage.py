@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, NamedTuple
+
+from lightning_gpipe.core.balance import LayerProfile
 
 
 class Memory(NamedTuple):
@@ -25,6 +28,12 @@ class Memory(NamedTuple):
     activations: float = 0.0
     boundaries: float = 0.0
     outputs: float = 0.0
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerProfile]) -> Memory:
+        """Return the static bytes of layers."""
+        kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes")
+        return cls(*(sum(getattr(layer, kind) for layer in layers) for kind in kinds))
 
     @property
     def held(self) -> float:

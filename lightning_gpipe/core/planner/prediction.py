@@ -107,8 +107,8 @@ class Prediction:
     def memory_over_time(self) -> list[list[tuple[float, float]]]:
         """Return for each worker the times at which its bytes change, with the bytes from then."""
         always = [0.0] * len(self.workers)
-        for worker, stage in zip(self.placement, self.stages, strict=True):
-            always[worker] += stage.memory.held + stage.memory.outputs
+        for j, (worker, stage) in enumerate(zip(self.placement, self.stages, strict=True)):
+            always[worker] += stage.memory.held + stage.memory.outputs + self._under_way.get(j, 0.0)
         bytes_over_time = [[(0.0, held)] for held in always]
         for wave in self._waves():
             times = wave.end if wave.kind in FREES else wave.start
@@ -149,8 +149,29 @@ class Prediction:
 
     @cached_property
     def _actions(self) -> ActionCosts:
-        speeds = [place.speed for place in self.places]
-        return ActionCosts(self._costs, self.rows, self.settings.recomputed, speeds)
+        # Three with forwards and backwards in turns: one that leaves, one that comes, one at work.
+        under_way = 2 + self.settings.order.by_micro_batch if self.settings.offload else 0
+        return ActionCosts(
+            self._costs,
+            self.rows,
+            self.settings.recomputed,
+            self.places,
+            transfers=self._transfers,
+            under_way=under_way,
+        )
+
+    @property
+    def _transfers(self) -> list[tuple[float, float]]:
+        """The times in which weights come from the host, and gradients go there, of each stage."""
+        if self.settings.weights == "device":
+            return []
+        return [
+            (
+                sum(self.profile.layers[k].parameter_bytes for k in own) / place.host_speed,
+                sum(self.profile.layers[k].gradient_bytes for k in own) / place.host_speed,
+            )
+            for own, place in zip(self._layers, self.places, strict=True)
+        ]
 
     def _waves(self) -> Iterator[Wave]:
         """All actions, with their times; those of each worker in its order."""
@@ -183,6 +204,14 @@ class Prediction:
         return tuple(numbers[device] for device in self.devices)
 
     @cached_property
+    def _under_way(self) -> dict[int, float]:
+        """The bytes of activations on their way from and to the host, at one stage of a device."""
+        most: dict[int, tuple[float, int]] = {}
+        for j, device in enumerate(self.devices):
+            most[device] = max(most.get(device, (0.0, 0)), (self._actions.under_way(j), j))
+        return {j: size for size, j in most.values()}
+
+    @cached_property
     def _layers(self) -> list[range]:
         """The indices of the layers of each stage."""
         return layer_ranges(self.settings.balance)
@@ -194,19 +223,33 @@ class Prediction:
 
     def _static(self, j: int) -> Memory:
         """The bytes of a stage whatever runs, and the outputs."""
-        own = self._layers[j]
-        held = list(self.profile.layers[own.start : own.stop])
-        outputs = 0.0
+        layers = [self.profile.layers[k] for k in self._layers[j]]
+        held = Memory.of(layers)
+        if self.settings.weights == "host":
+            held = held._replace(
+                parameters=held.parameters * (j in self._resident),
+                gradients=held.gradients
+                * (j in self._resident or self.settings.order.by_micro_batch),
+                optimizer=0.0,
+            )
         if j == self._outside:
-            held.append(self.profile.around)
+            around = Memory.of([self.profile.around])
             outputs = output_bytes(self.profile, self.rows, self.settings.order)
-        return Memory(
-            sum(layer.parameter_bytes for layer in held),
-            sum(layer.gradient_bytes for layer in held),
-            sum(layer.optimizer_bytes for layer in held),
-            sum(layer.buffer_bytes for layer in held),
-            outputs=outputs,
-        )
+            held = Memory(*map(sum, zip(held, around, strict=True)))._replace(outputs=outputs)
+        return held
+
+    @cached_property
+    def _resident(self) -> frozenset[int]:
+        """The stages whose weights are on a device at once, if all are on the host.
+
+        Of each device two, at work and next: here those with the most weights. With one loss the
+        gradients of two stages are there at once, and else those of all.
+        """
+        of_device: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for j, own in enumerate(self._layers):
+            size = sum(self.profile.layers[k].parameter_bytes for k in own)
+            of_device[self.devices[j]].append((size, j))
+        return frozenset(j for sizes in of_device.values() for _, j in sorted(sizes)[-2:])
 
     def _stages(self) -> Iterator[StagePrediction]:
         for j, own in enumerate(self._layers):
@@ -221,6 +264,7 @@ class Prediction:
                 number * (cost.time + again * cost.dropping) for number, again, cost in costs
             )
             activations, boundaries = self._simulated[1][j].tolist()
+            activations += self._under_way.get(j, 0.0)
             yield StagePrediction(
                 own.start,
                 tuple(layer.name for layer in layers),

@@ -23,6 +23,7 @@ class RowMemory:
         forwards = backwards = _columns(pattern.forwards)
         if pattern.backwards is not pattern.forwards:
             backwards = _columns(pattern.backwards)
+        self._stages = {*forwards[1].tolist()}
         number = np.arange(len(pattern.forwards))
         # Forward warm_up + k comes before backward k, the weights of backward k - late after it.
         self._visits: Mapping[Kind, tuple[tuple[Indices, Indices], Indices]] = {
@@ -34,12 +35,12 @@ class RowMemory:
         self._order = np.argsort(np.concatenate([keys for _, keys in self._visits.values()]))
 
     def peak(self, costs: ActionCosts) -> float:
-        """Return the most bytes that the actions hold at once."""
+        """Return the most bytes that the actions hold at once, and those on their way."""
         changes = np.concatenate(
             [costs.changes(kind, *visits) for kind, (visits, _) in self._visits.items()]
         )
         total = changes[:, 0] + changes[:, 1]  # faster than a sum over so short an axis
-        return float(total[self._order].cumsum().max())
+        return float(total[self._order].cumsum().max()) + max(map(costs.under_way, self._stages))
 
     def least_recomputed(self, costs: ActionCosts, room: float) -> int:
         """Return how many micro-batches its stages must recompute at least; all if none will do."""

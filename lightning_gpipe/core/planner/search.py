@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from math import ceil, log2
+from itertools import product
+from math import ceil, inf, log2
 
 from lightning_gpipe.core.balance import (
     LayerCosts,
@@ -24,7 +25,7 @@ from lightning_gpipe.core.balance import (
     solve_on,
     time_costs,
 )
-from lightning_gpipe.core.layout import Around
+from lightning_gpipe.core.layout import Around, Weights
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.row_memory import RowMemory
@@ -51,7 +52,8 @@ _ALIVE = 8  # numbers that the solver tells apart; each has tables of its own
 class PlanSearch:
     """Balances, bounds and predicts candidates, each of them once.
 
-    What is None is left to choose; ``orders`` are the kinds of schedules to choose from.
+    What is None is left to choose; of ``orders``, the kinds of schedules, ``weights`` and
+    ``offload`` all are given from which to choose. ``every_device`` must have a stage.
     """
 
     profiles: tuple[ModelProfile, ...]
@@ -64,6 +66,9 @@ class PlanSearch:
     activation_checkpointing: ActivationCheckpointing | None = None
     around: Around = "last"
     orders: tuple[ScheduleKind, ...] = (FILL_DRAIN,)
+    weights: tuple[Weights, ...] = ("device",)
+    offload: tuple[bool, ...] = (False,)
+    every_device: bool = False
 
     def is_measured(self, order: ScheduleKind) -> bool:
         """Return True if the times of the schedule's actions were measured."""
@@ -75,15 +80,25 @@ class PlanSearch:
 
     def candidates(self) -> list[PlannedSettings]:
         """Return all combinations of what is left to choose, without balances."""
-        most = min(len(self.places), self.layers)
-        numbers = [self.stages] if self.stages else fewer_stages(most)
-        mode = self.activation_checkpointing
+        mode, devices = self.activation_checkpointing, len(self.places)
         return [
-            PlannedSettings(n, m, () if mode is None else recomputed_by_stage(mode, m, n), order)
-            for order in self.orders
-            for n in numbers
+            PlannedSettings(n, m, numbers, order, weights=weights, offload=offload)
+            for weights, offload, order in product(self.weights, self.offload, self.orders)
+            for n in self.numbers_of_stages(weights)
             for m in self.numbers_of_micro_batches(n, order)
+            for numbers in [() if mode is None else recomputed_by_stage(mode, m, n)]
+            if order.possible(m, looped(n, min(n, devices)))
         ]
+
+    def numbers_of_stages(self, weights: Weights) -> list[int]:
+        """Return the numbers of stages to try; with weights on the host more than devices, too."""
+        devices = min(len(self.places), self.layers)
+        if self.stages:
+            return [self.stages]
+        if weights == "host":
+            most = self.layers // devices
+            return [devices * loops for loops in sorted({*doubled(1, most), most})]
+        return [devices] if self.every_device else fewer_stages(devices)
 
     def numbers_of_micro_batches(self, stages: int, order: ScheduleKind) -> list[int]:
         """Return the numbers of micro-batches to try, the least first."""
@@ -94,7 +109,7 @@ class PlanSearch:
     def fastest(self, candidates: Iterable[PlannedSettings]) -> Prediction | None:
         """Return the prediction with the least time of those that fit; None if none does."""
         hopeful = [each for each in candidates if self._excess(each) <= 0]
-        simplest = sorted(hopeful, key=lambda each: KINDS.index(each.order))
+        simplest = sorted(hopeful, key=_complexity)
         heap = [(self._bound(each), place, False) for place, each in enumerate(simplest)]
         heapify(heap)
         while heap:
@@ -162,14 +177,29 @@ class PlanSearch:
     def _costs(self, candidate: PlannedSettings) -> LayerCosts:
         m, split = candidate.chunks, candidate.order.split
         profile, rows = self._profile(m), max(sizes_of(self.rows, m))
-        return time_costs(replace(profile, chunks=m, rows=rows), split=split)
+        costs = time_costs(replace(profile, chunks=m, rows=rows), split=split)
+        if candidate.weights == "device":
+            return costs
+        # A device has the weights of two stages at once, and the activations of all.
+        loops = ceil(candidate.stages / len(self.places))
+        held = [
+            min(loops, 2) * (layer.parameter_bytes + layer.gradient_bytes) + layer.buffer_bytes
+            for layer in profile.layers
+        ]
+        return replace(costs, memory=held, live=[loops * size for size in costs.live])
 
     def _with(self, candidate: PlannedSettings, balance: tuple[int, ...]) -> Prediction:
-        devices = self._devices(candidate.stages)
+        devices, profile = self._devices(candidate.stages), self._profile(candidate.chunks)
+        # Operations are no seconds, so that what is counted in them tells no time of transfers.
+        timeless = profile.unit == "FLOP"
+        places = [
+            replace(place, taken=0, alive=0, host_speed=inf if timeless else place.host_speed)
+            for place in (self.places[d] for d in devices)
+        ]
         return Prediction(
             candidate._replace(balance=balance),
-            self._profile(candidate.chunks),
-            tuple(replace(self.places[d], taken=0, alive=0) for d in devices),
+            profile,
+            tuple(places),
             sizes_of(self.rows, candidate.chunks),
             self.around,
             tuple(devices),
@@ -180,11 +210,11 @@ class PlanSearch:
         m, n = candidate.chunks, candidate.stages
         places = [self.places[d] for d in self._devices(n)]
         if numbers := candidate.recomputed:
-            alive = self._alive(candidate.order, m, numbers)
+            alive = self._alive(candidate, numbers)
             pairs = zip(places, alive, numbers, strict=True)
             places = [replace(place, alive=a, extra=k / m) for place, a, k in pairs]
         else:
-            most, least = (self._alive(candidate.order, m, (k,) * n) for k in (0, m))
+            most, least = (self._alive(candidate, (k,) * n) for k in (0, m))
             bounds = zip(places, most, least, strict=True)
             places = [replace(p, alive=a, least=b, micro_batches=m) for p, a, b in bounds]
         outside = len(places) - 1 if self.around == "last" else 0
@@ -194,21 +224,26 @@ class PlanSearch:
         places[outside] = replace(places[outside], taken=around)
         return places
 
-    @cached_property
-    def _alive(self) -> Callable[[ScheduleKind, int, tuple[int, ...]], list[float]]:
-        return cache(self._alive_at_peak)
-
-    def _alive_at_peak(
-        self, order: ScheduleKind, m: int, recomputed: tuple[int, ...]
-    ) -> list[float]:
+    def _alive(self, candidate: PlannedSettings, recomputed: tuple[int, ...]) -> list[float]:
         """The number of micro-batches that each stage holds at the peak of its device."""
+        if candidate.offload:
+            return [
+                2.0 + candidate.order.by_micro_batch - (k >= candidate.chunks) for k in recomputed
+            ]
+        return self._alive_at_peak(candidate.order, candidate.chunks, recomputed)
+
+    @cached_property
+    def _alive_at_peak(self) -> Callable[[ScheduleKind, int, tuple[int, ...]], list[float]]:
+        return cache(self._counted)
+
+    def _counted(self, order: ScheduleKind, m: int, recomputed: tuple[int, ...]) -> list[float]:
         n = len(recomputed)
         if not order.by_micro_batch:
             return [float(max(m - k, min(1, k))) for k in recomputed]
         (whole,) = costs_of(self._profile(m), [self.layers], self.rows // m, split=order.split)
         left = whole.left / whole.saved if whole.saved else 0.0
         one = MicroBatchCost(1.0, 1.0, 1.0, saved=1.0, weights=1.0, left=left)
-        costs = ActionCosts({1: [one] * n}, [1] * m, recomputed, [1.0] * n)
+        costs = ActionCosts({1: [one] * n}, [1] * m, recomputed, [Place()] * n)
         patterns = order.patterns(m, looped(n, min(n, len(self.places))))
         peaks = [RowMemory(pattern).peak(costs) for pattern in patterns]
         return _few([peaks[j % len(peaks)] * len(peaks) / n for j in range(n)])
@@ -265,7 +300,7 @@ class PlanSearch:
         m, numbers = candidate.chunks, candidate.recomputed
         if numbers:
             return min(numbers) * self._whole(m, candidate.order.split).forward
-        if candidate.order.by_micro_batch:
+        if candidate.order.by_micro_batch or candidate.offload:
             return 0.0
         rows, time = self.rows // m, 0.0
         layers = [(x.saved.at(rows), x.forward.at(rows)) for x in self._profile(m).layers]
@@ -279,14 +314,12 @@ class PlanSearch:
     def _excess(self, candidate: PlannedSettings) -> float:
         """The bytes that all devices together lack, whatever the balance."""
         memory = sum(self.places[d].memory for d in {*self._devices(candidate.stages)})
-        saved = self._whole(candidate.chunks, False).saved
-        return self._held + _least_alive(candidate) * saved - memory
-
-    @cached_property
-    def _held(self) -> int:
-        """The bytes of all layers and of the modules around them, whatever runs."""
+        saved = 0 if candidate.offload else self._whole(candidate.chunks, False).saved
         profile = self.profiles[0]
-        return sum(layer.held_bytes for layer in (*profile.layers, profile.around))
+        held = profile.around.held_bytes + sum(layer.buffer_bytes for layer in profile.layers)
+        if candidate.weights == "device":
+            held = sum(layer.held_bytes for layer in (*profile.layers, profile.around))
+        return held + _least_alive(candidate) * saved - memory
 
     @cached_property
     def _whole(self) -> Callable[[int, bool], MicroBatchCost]:
@@ -312,6 +345,11 @@ def _least_alive(candidate: PlannedSettings) -> int:
     if not numbers or candidate.order.by_micro_batch:
         return 1
     return min(max(m - k, min(1, k)) for k in numbers)
+
+
+def _complexity(candidate: PlannedSettings) -> tuple[bool, bool, int]:
+    """A number that is less for what is simpler."""
+    return candidate.weights == "host", candidate.offload, KINDS.index(candidate.order)
 
 
 def _merit(prediction: Prediction) -> tuple[float, float]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpipe.core.schedules import (
-    FILL_DRAIN,
-    ScheduleKind,
-)
+from lightning_gpipe.core.layout import Weights
+from lightning_gpipe.core.schedules import FILL_DRAIN, ScheduleKind
 
 _LISTED = 64  # stages whose layers a message lists
 
@@ -23,6 +21,8 @@ class PlannedSettings(NamedTuple):
             while they are not known.
         order: The schedule, with whole or with split backwards.
         balance: The number of layers in each stage; empty while it is not known.
+        weights: Where the weights are between their uses.
+        offload: Whether activations wait on the host.
     """
 
     stages: int
@@ -30,13 +30,12 @@ class PlannedSettings(NamedTuple):
     recomputed: tuple[int, ...] = ()
     order: ScheduleKind = FILL_DRAIN
     balance: tuple[int, ...] = ()
+    weights: Weights = "device"
+    offload: bool = False
 
-    @classmethod
-    def alike(
-        cls, stages: int, chunks: int, recomputed: int, order: ScheduleKind = FILL_DRAIN
-    ) -> PlannedSettings:
-        """Return a candidate in which all stages recompute as many micro-batches."""
-        return cls(stages, chunks, (recomputed,) * stages, order)
+    def alike(self, recomputed: int) -> PlannedSettings:
+        """Return the candidate in which all stages recompute as many micro-batches."""
+        return self._replace(recomputed=(recomputed,) * self.stages, balance=())
 
     @property
     def activation_checkpointing(self) -> int | list[int] | Literal["always", "never"]:
@@ -49,11 +48,29 @@ class PlannedSettings(NamedTuple):
         return "always" if number == self.chunks else number
 
     @property
-    def recomputation(self) -> str:
-        """The argument ``activation_checkpointing``, as it is written; a long list in brief."""
+    def arguments(self) -> list[str]:
+        """The user's arguments for them, but for the balance, without defaults; lists in brief."""
         mode = self.activation_checkpointing
         written = _listed(mode) if isinstance(mode, list) else repr(mode)
-        return f"activation_checkpointing={written}"
+        arguments = [f"chunks={self.chunks}", f"activation_checkpointing={written}"]
+        if self.order.arguments:
+            arguments.append(self.order.arguments)
+        if self.weights == "host":
+            arguments.append("weights='host'")
+        if self.offload:
+            arguments.append("offload_activations=True")
+        return arguments
+
+    @property
+    def on_host(self) -> str:
+        """What is in the memory of the host, in words."""
+        there = ["weights"] * (self.weights == "host") + ["activations"] * self.offload
+        return ", ".join(there)
+
+    @property
+    def _others(self) -> tuple[ScheduleKind, Weights, bool]:
+        """The settings that are no numbers."""
+        return self.order, self.weights, self.offload
 
     def as_dict(self) -> dict[str, Any]:
         """Return the arguments as numbers, strings and lists, for JSON."""
@@ -63,12 +80,13 @@ class PlannedSettings(NamedTuple):
             "activation_checkpointing": self.activation_checkpointing,
             "schedule": self.order.schedule,
             "split_backward": self.order.split,
+            "weights": self.weights,
+            "offload_activations": self.offload,
         }
 
     def __str__(self) -> str:
-        numbers = [f"balance={_listed(self.balance)}", f"chunks={self.chunks}"]
-        arguments = [*numbers, self.recomputation, self.order.arguments]
-        return ", ".join(filter(None, arguments))
+        arguments = [f"balance={_listed(self.balance)}", *self.arguments]
+        return ", ".join(arguments)
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -81,10 +99,10 @@ def _listed(numbers: Sequence[int]) -> str:
 def near(best: PlannedSettings, candidates: Sequence[PlannedSettings]) -> Iterator[PlannedSettings]:
     """Yield the candidates next to the best one in one thing, and those with no or all recomputed.
 
-    All have the schedule of the best one.
+    All have the schedule of the best one, and keep weights and activations where it does.
     """
-    n, m, order = best.stages, best.chunks, best.order
-    candidates = [c for c in candidates if c.order == order]
+    n, m = best.stages, best.chunks
+    candidates = [c for c in candidates if c._others == best._others]
     by_stages = {c.stages: c for c in candidates if c.chunks == m}
     by_chunks = {c.chunks: c for c in candidates if c.stages == n}
     for other in _beside(sorted(by_stages), n):
@@ -92,9 +110,7 @@ def near(best: PlannedSettings, candidates: Sequence[PlannedSettings]) -> Iterat
     for other in _beside(sorted(by_chunks), m):
         yield by_chunks[other]
     if not by_stages[n].recomputed:  # it was to be chosen
-        for k in (0, m):
-            if {*best.recomputed} != {k}:
-                yield PlannedSettings.alike(n, m, k, order)
+        yield from (best.alike(k) for k in (0, m) if {*best.recomputed} != {k})
 
 
 def _beside(values: Sequence[int], value: int) -> list[int]:

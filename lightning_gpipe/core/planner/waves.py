@@ -78,6 +78,9 @@ class _Workers:
         # The numbers of forwards and backwards that each worker began, and when it is free.
         self._begun = {kind: np.zeros(len(patterns), dtype=np.int64) for kind in self._visits}
         self._free = np.zeros(len(patterns))
+        self._weights: _Weights | None = None
+        if costs.transfers is not None:
+            self._weights = _Weights(len(patterns), costs.transfers[:, 0])
 
     def ended(self, kind: Kind) -> bool:
         """Return True if all actions of a kind have ended."""
@@ -134,8 +137,40 @@ class _Workers:
         self, kind: Kind, workers: Indices, i: Indices, j: Indices, arrival: Times | float = 0.0
     ) -> Wave:
         start = np.maximum(self._free[workers], arrival)
+        if self._weights is not None:
+            start = self._weights.awaited(workers, j, start, self._free[workers])
         self._free[workers] = end = start + self._costs.times(kind, i, j)
         return Wave(kind, i, j, start, end)
+
+
+class _Weights:
+    """The weights that come from the host: of the stage at work, and meanwhile of the next one.
+
+    A stage to which a worker comes back from one other is still there.
+    """
+
+    def __init__(self, workers: int, loads: Times) -> None:
+        self._loads = loads
+        self._turns = np.full((2, workers), -1)  # the stage at work, and the one before it
+        self._asked = np.zeros(workers)  # when the turn at work began, and next weights were
+        self._there = np.zeros(workers)  # when the latest weights are
+
+    def awaited(self, workers: Indices, j: Indices, start: Times, free: Times) -> Times:
+        """Return the starts of actions, by which the weights of their stages are there.
+
+        Those of the next stage begin to come when a worker is free for the first action of a turn.
+        """
+        now, before = self._turns[:, workers]
+        turn = now != j
+        load = turn & (before != j)
+        there = np.maximum(self._asked, self._there)[workers] + self._loads[j]
+        self._there[workers[load]] = there[load]
+        start = np.where(load, np.maximum(start, there), start)
+        workers = workers[turn]
+        self._turns[1, workers] = self._turns[0, workers]
+        self._turns[0, workers] = j[turn]
+        self._asked[workers] = free[turn]
+        return start
 
 
 def _visits(rows: Sequence[Sequence[Visit]]) -> Indices:
@@ -147,18 +182,27 @@ def _visits(rows: Sequence[Sequence[Visit]]) -> Indices:
 def end_and_peaks(
     waves: Iterable[Wave], costs: ActionCosts, placement: Sequence[int]
 ) -> tuple[float, Bytes]:
-    """Return the end of a mini-batch, and the bytes of each stage at the peak of its device."""
+    """Return the end of a mini-batch, and the bytes of each stage at the peak of its device.
+
+    With weights on the host it ends when the gradients are there.
+    """
     worker_of = np.array(placement)
     now, at_peak = np.zeros((len(placement), 2)), np.zeros((len(placement), 2))
     total, peak = np.zeros(worker_of.max() + 1), np.zeros(worker_of.max() + 1)
-    end = np.zeros_like(total)  # of each worker's latest action
+    end = np.zeros(len(placement))  # of each stage's latest action
     for wave in waves:
         change, workers = costs.changes(wave.kind, wave.i, wave.j), worker_of[wave.j]
-        end[workers] = wave.end
+        end[wave.j] = wave.end
         now[wave.j] += change
         total[workers] += change[:, 0] + change[:, 1]  # faster than a sum over so short an axis
         risen = total > peak
         if risen.any():
             peak[risen] = total[risen]
             at_peak[risen[worker_of]] = now[risen[worker_of]]
-    return float(end.max()), at_peak
+    last = float(end.max())
+    if costs.transfers is not None:
+        home = np.zeros_like(total)
+        for j in end.argsort():
+            home[worker_of[j]] = max(home[worker_of[j]], end[j]) + costs.transfers[j, 1]
+        last = float(home.max())
+    return last, at_peak

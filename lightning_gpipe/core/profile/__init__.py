@@ -5,6 +5,7 @@ time on the device that is to run it, or counted on the meta device.
 """
 
 from lightning_gpipe.core.profile.alike import kind_of
+from lightning_gpipe.core.profile.buses import host_speed
 from lightning_gpipe.core.profile.layers import Subject, profile_layers
 from lightning_gpipe.core.profile.optimizers import Optimizers
 from lightning_gpipe.core.profile.walk import Visit, change_tensors, following, walk_program
@@ -15,6 +16,7 @@ __all__ = [
     "Visit",
     "change_tensors",
     "following",
+    "host_speed",
     "kind_of",
     "profile_layers",
     "walk_program",

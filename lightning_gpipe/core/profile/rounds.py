@@ -195,7 +195,10 @@ class Times:
 
 
 def _keep_alive(gradients: list[Tensor], new: list[tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients of one more layer; drop all if they are too large."""
-    gradients += [gradient for _, gradient in new]
+    """Add the gradients of one more layer; drop all if they are too large.
+
+    Only those on a CPU: a GPU's allocator keeps its memory in use.
+    """
+    gradients += [gradient for _, gradient in new if gradient.device.type == "cpu"]
     if sum(map(bytes_of, gradients)) > _ALIVE:
         gradients.clear()

@@ -75,14 +75,14 @@ def _from_to(first: object, last: object) -> str:
 def alternatives_table(plan: Plan) -> Table:
     """List the alternatives, and why they were not chosen::
 
-    stages  chunks  recomputed  schedule    split      ms   GiB   why not
-         8      16           0  fill_drain  no              26.1  lacks 2.1 GiB on stage 0
-         8      32      0 to 8  fill_drain  no      512.3   22.0  3.1% slower: ...
+    stages  chunks  recomputed  schedule    split  on host     ms   GiB   why not
+         8      16           0  fill_drain  no                     26.1  lacks 2.1 GiB on stage 0
+         8      32      0 to 8  fill_drain  no     weights  512.3   22.0  3.1% slower: ...
     """
     right = partial(Column, justify="right")
     table = Table(
         *map(right, ("stages", "chunks", "recomputed")),
-        *("schedule", "split"),
+        *("schedule", "split", "on host"),
         *map(right, (time_unit(plan.prediction.unit), "bubble", "GiB")),
         "why not",
         title="alternatives",
@@ -96,6 +96,7 @@ def alternatives_table(plan: Plan) -> Table:
             " to ".join(map(str, sorted({min(settings.recomputed), max(settings.recomputed)}))),
             settings.order.schedule,
             "yes" if settings.order.split else "no",
+            settings.on_host,
             time_cell(prediction.time, prediction.unit) if fits else "",
             f"{prediction.bubble:.1%}" if fits else "",
             _gib(max(stage.needed for stage in prediction.stages)),
@@ -107,11 +108,10 @@ def alternatives_table(plan: Plan) -> Table:
 def headline(prediction: Prediction) -> str:
     """Return the chosen settings and the predicted time in one line."""
     chosen = prediction.settings
-    written = f", {chosen.order.arguments}" if chosen.order.arguments else ""
     unit = prediction.unit
     text = (
-        f"{len(chosen.balance)} stages, chunks={chosen.chunks}, "
-        f"{chosen.recomputation}{written}: {time_cell(prediction.time, unit)} "
+        f"{len(chosen.balance)} stages, {', '.join(chosen.arguments)}: "
+        f"{time_cell(prediction.time, unit)} "
         f"{time_unit(unit)} for a mini-batch of {sum(prediction.rows)} rows, bubble "
         f"{prediction.bubble:.1%}"
     )

@@ -277,6 +277,93 @@ def test_plan_is_json() -> None:
     assert str(plan).startswith("balance=[1, 1], chunks=16, activation_checkpointing='never': ")
 
 
+# What is on the host.
+
+ANYWHERE: Any = {"weights": ("device", "host"), "offload": (False, True)}
+
+
+def test_nothing_is_on_the_host_if_all_fits_the_devices() -> None:
+    plan = plan_for(profile(1, 1, saved=10, held=10), [Place()] * 2, **ANYWHERE)
+
+    assert (plan.settings.weights, plan.settings.offload) == ("device", False)
+    reasons = [each.reason for each in plan.alternatives if each.prediction.settings.offload]
+    assert reasons == ["as fast, and no simpler"] * 2
+
+
+def test_weights_are_on_the_host_if_they_fit_no_device() -> None:
+    """A device has the weights and gradients of two stages, whatever the number of stages."""
+    costs = profile(*[1] * 8, saved=1, held=100)
+    two = [Place(memory=2 * 100 + 100, host_speed=100)] * 2
+
+    with pytest.raises(NoPlan, match="2 devices of .* would do, with .*weights='host'"):
+        plan_for(costs, two, chunks=4)
+    plan = plan_for(costs, two, chunks=4, weights=("device", "host"))
+
+    settings = plan.settings
+    assert (settings.weights, settings.stages, set(settings.balance)) == ("host", 8, {1})
+    assert plan.prediction.devices == (0, 1) * 4
+    assert not any(plan.prediction.missing)
+    assert {stage.memory.parameters for stage in plan.prediction.stages} == {0, 100}
+    assert str(settings).endswith(", weights='host'")
+    assert plan.as_dict()["weights"] == "host"
+
+
+def test_few_rows_wait_for_weights() -> None:
+    """Weights that are longer on their way than a stage computes: more rows cost no more."""
+    costs = profile(*[1] * 4, held=1000)
+    slow = Place(memory=2100, host_speed=1)
+
+    plan = plan_for(costs, [slow], stages=4, chunks=1, weights=("host",))
+
+    # The weights of four stages come, and of the first two again. What waits for none of them, as
+    # they are there or come meanwhile: forward and backward of the last stage, another backward.
+    assert plan.prediction.time == 6 * 1000 + 16 + 32 + 32
+
+
+def test_activations_wait_on_the_host_if_they_fit_no_device() -> None:
+    costs = profile(1, 1, saved=10)
+    places = [Place(memory=2 * 2 * 11, host_speed=1000)] * 2
+
+    plan = plan_for(costs, places, chunks=8, activation_checkpointing="never", **ANYWHERE)
+    with pytest.raises(NoPlan, match="would do, with"):
+        plan_for(costs, places, chunks=8, activation_checkpointing="never")
+
+    assert (plan.settings.weights, plan.settings.offload) == ("device", True)
+    assert plan.prediction.time == predict(costs, (1, 1), 8, "never").time
+    assert "offload_activations=True" in str(plan)
+    for stage, over_time in zip(
+        plan.prediction.stages, plan.prediction.memory_over_time(), strict=True
+    ):
+        assert max(held for _, held in over_time) == stage.memory.total <= places[0].memory
+
+
+def test_activations_on_a_slow_way_take_as_long_as_it() -> None:
+    costs = profile(1, 1, saved=10)
+
+    plan = plan_for(
+        costs,
+        [Place(host_speed=5)] * 2,
+        stages=2,
+        chunks=1,
+        activation_checkpointing="never",
+        offload=(True,),
+    )
+
+    # 16 rows of 10 saved bytes, and of 1 that comes in on the second stage, with 5 in a unit
+    assert plan.prediction.time == 16 * (10 + 11) / 5 * 2
+
+
+def test_operations_tell_no_time_of_transfers() -> None:
+    costs = replace(profile(1, 1, held=10), unit="FLOP")
+
+    host, device = (
+        plan_for(costs, [Place(host_speed=1)], chunks=2, stages=1, weights=(where,)).prediction.time
+        for where in ("host", "device")
+    )
+
+    assert host == device
+
+
 # Schedules.
 
 

@@ -58,11 +58,11 @@ def test_candidates_near_the_best() -> None:
     found = list(near(PlannedSettings(2, 4, (2, 1)), same + others))
 
     beside = [PlannedSettings(n, m) for n, m in ((1, 4), (4, 4), (2, 2), (2, 8))]
-    assert found == [*beside, PlannedSettings.alike(2, 4, 0), PlannedSettings.alike(2, 4, 4)]
+    assert found == [*beside, PlannedSettings(2, 4).alike(0), PlannedSettings(2, 4).alike(4)]
 
 
 def test_candidates_near_the_best_if_the_recomputation_is_given() -> None:
-    given = [PlannedSettings.alike(n, 4, 3) for n in (1, 2, 4)]
+    given = [PlannedSettings(n, 4).alike(3) for n in (1, 2, 4)]
 
     assert list(near(given[1], given)) == [given[0], given[2]]
 

@@ -6,14 +6,16 @@ Here are also the tests of ``action_costs``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
+from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
-from lightning_gpipe.core.planner.waves import Wave, waves
+from lightning_gpipe.core.planner.waves import Wave, end_and_peaks, waves
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
     KINDS,
@@ -22,14 +24,21 @@ from lightning_gpipe.core.schedules import (
     Pattern,
     Schedule,
     ScheduleKind,
+    WeightMoves,
     looped,
+    weight_moves,
 )
 from tests.support.placements import one_each
 
 Span = tuple[float, float]
 
 
-def drawn(random: Random, m: int, recomputed: Sequence[int]) -> ActionCosts:
+def drawn(
+    random: Random,
+    m: int,
+    recomputed: Sequence[int],
+    transfers: Sequence[tuple[float, float]] = (),
+) -> ActionCosts:
     """Micro-batches of a few sizes, some of whose costs are 0."""
 
     def cost() -> float:
@@ -39,7 +48,8 @@ def drawn(random: Random, m: int, recomputed: Sequence[int]) -> ActionCosts:
         rows: [MicroBatchCost(cost(), cost(), cost(), 1.0, weights=cost()) for _ in recomputed]
         for rows in (1, 2, 3)
     }
-    return ActionCosts(costs, random.choices((1, 2, 3), k=m), recomputed, [1.0] * len(recomputed))
+    rows, places = random.choices((1, 2, 3), k=m), [Place()] * len(recomputed)
+    return ActionCosts(costs, rows, recomputed, places, transfers=transfers)
 
 
 def by_simulation(costs: ActionCosts, schedule: Schedule) -> dict[Action, Span]:
@@ -126,7 +136,7 @@ def test_workers_that_wait_for_one_another() -> None:
 def test_equal_micro_batches_take_the_slowest_stage_once_for_each_but_the_first() -> None:
     stages = [MicroBatchCost(f, f, b, 1.0) for f, b in ((1.0, 2.0), (5.0, 7.0), (2.0, 3.0))]
 
-    *_, last = in_fill_drain(ActionCosts({1: stages}, [1] * 10, [0] * 3, [1.0] * 3))
+    *_, last = in_fill_drain(ActionCosts({1: stages}, [1] * 10, [0] * 3, [Place()] * 3))
 
     assert last.end.max() == (1 + 5 + 2) + 9 * 5 + (2 + 7 + 3) + 9 * 7
 
@@ -138,6 +148,84 @@ def test_no_action_of_a_stage_starts_before_the_one_before_has_ended() -> None:
         MicroBatchCost(random.random(), random.random(), random.random(), 1.0) for _ in range(8)
     ]
     free = np.zeros(8)
-    for wave in in_fill_drain(ActionCosts({1: stages}, [1] * 50, [50] * 8, [1.0] * 8)):
+    for wave in in_fill_drain(ActionCosts({1: stages}, [1] * 50, [50] * 8, [Place()] * 8)):
         assert (wave.start >= free[wave.j]).all()
         free[wave.j] = wave.end
+
+
+def with_weights_from_the_host(schedule: Schedule, costs: ActionCosts) -> float:
+    """How long the schedule takes with the moves of weights that a worker makes."""
+    assert costs.transfers is not None
+    load, home = costs.transfers.T
+    moves = [weight_moves(row) for row in schedule.rows]
+    last = {a.j: a for row in schedule.rows for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHTS)}
+    waiting = [list(reversed(row)) for row in schedule.rows]
+    free, coming, going = ([0.0] * schedule.workers for _ in range(3))
+    there: dict[int, float] = {}
+    asked: set[Action] = set()
+    end: dict[Action, float] = {}
+    present = {action for row in schedule.rows for action in row}
+    while any(waiting):
+        before = len(end)
+        for w, queue in enumerate(waiting):
+            while queue:
+                action = queue[-1]
+                if action not in asked:  # a worker asks before it waits for what comes in
+                    asked.add(action)
+                    for j in moves[w].get(action, WeightMoves()).loads:
+                        there[j] = coming[w] = max(coming[w], free[w]) + load[j]
+                needed = [each for each in schedule.needs(action) if each in present]
+                if not all(each in end for each in needed):
+                    break
+                kind, i, j = queue.pop()
+                start = max([free[w], there[j], *(end[each] for each in needed)])
+                time = costs.times(kind, np.array([i]), np.array([j]))[0]
+                free[w] = end[action] = start + float(time)
+                if last[j] == action:
+                    going[w] = max(going[w], free[w]) + home[j]
+        assert len(end) > before, "a schedule ends"
+    return max(*free, *going)
+
+
+@pytest.mark.parametrize("order", KINDS, ids=str)
+@pytest.mark.parametrize("seed", range(25))
+def test_waits_for_weights_are_those_of_the_moves_of_workers(
+    order: ScheduleKind, seed: int
+) -> None:
+    random = Random(seed)
+    workers = random.randint(1, 3)
+    loops = 1 if order.schedule == "zero_bubble" else random.randint(1, 4)
+    m = random.randint(1, 5) * (workers if loops > 1 else 1)
+    placement = looped(loops * workers, workers)
+    recomputed = tuple(random.randint(0, m) for _ in placement)
+    transfers = [(random.choice([0.0, 1.0, 7.0]), random.choice([0.0, 3.0])) for _ in placement]
+    costs = drawn(random, m, recomputed, transfers)
+
+    found = waves(
+        order.patterns(m, placement), costs, one_loss=not order.by_micro_batch, split=order.split
+    )
+
+    schedule = order.build(m, placement, recomputed)
+    by_moves = with_weights_from_the_host(replace(schedule, caller=()), costs)
+    assert end_and_peaks(found, costs, placement)[0] == by_moves
+
+
+def hosted(stages: int, workers: int, m: int, transfer: float) -> float:
+    """How long fill-drain takes, of which all is recomputed, if a weight is so long on its way."""
+    placement, places = looped(stages, workers), [Place()] * stages
+    costs = ActionCosts(
+        {1: [MicroBatchCost(1.0, 1.0, 2.0, 1.0)] * stages},
+        [1] * m,
+        [m] * stages,
+        places,
+        transfers=[(transfer, transfer)] * stages,
+    )
+    patterns = FILL_DRAIN.patterns(m, placement)
+    return end_and_peaks(waves(patterns, costs, one_loss=True, split=False), costs, placement)[0]
+
+
+def test_waits_for_weights_of_one_device_by_hand() -> None:
+    # What is computed hides all transfers but the first weights and the last gradients.
+    assert hosted(3, 1, 1, 0.5) == 0.5 + 12 + 0.5
+    # The weights of three stages come, the last stage computes, and the gradients of three go.
+    assert hosted(3, 1, 1, 10.0) == 3 * 10 + 4 + 3 * 10

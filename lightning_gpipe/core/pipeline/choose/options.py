@@ -30,6 +30,8 @@ class Resolved(NamedTuple):
         chunks: The number of micro-batches.
         activation_checkpointing: Which of them are recomputed.
         order: The order of the actions.
+        weights: Where the weights are between their uses.
+        offload_activations: Whether activations wait on the host.
         plan: The plan with these settings; None if the user requested all of them.
         profiles: What the layers of each module cost; empty if nothing was measured.
     """
@@ -38,6 +40,8 @@ class Resolved(NamedTuple):
     chunks: int
     activation_checkpointing: ActivationCheckpointing
     order: ScheduleKind
+    weights: Weights = "device"
+    offload_activations: bool = False
     plan: Plan | None = None
     profiles: Sequence[ModelProfile] = ()
 
@@ -54,22 +58,25 @@ class Requested(NamedTuple):
     activation_checkpointing: ActivationCheckpointing | Literal["auto"]
     schedule: ScheduleName | Literal["auto"] = "fill_drain"
     split_backward: bool | Literal["auto"] = False
+    weights: Weights | Literal["auto"] = "device"
+    offload_activations: bool | Literal["auto"] = False
 
-    def check(self, weights: Weights = "device") -> None:
+    def check(self) -> None:
         """Refuse a setting of the wrong type, or with an impossible value."""
         if self.chunks != AUTO:
             check_chunks(self.chunks)
         if self.activation_checkpointing != AUTO:
             check_activation_checkpointing(self.activation_checkpointing)
         check_schedule_name(self.schedule)
-        check_weights(weights)
+        if self.weights != AUTO:
+            check_weights(self.weights)
         if self.planned:
             check_planned(self.schedule)
-            if weights == "host":
-                raise ValueError(
-                    "a plan is for weights on the devices: got weights='host' and "
-                    f"{', '.join(self.planned)}. Write numbers, or leave weights out."
-                )
+        if self.offload_activations not in (True, False, AUTO):
+            raise ValueError(
+                "offload_activations must be True, False or 'auto': got "
+                f"{self.offload_activations!r}."
+            )
         if self.split_backward not in (True, False, AUTO):
             raise ValueError(
                 f"split_backward must be True, False or 'auto': got {self.split_backward!r}."

@@ -9,21 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count, takewhile
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.data import MicroBatching
-from lightning_gpipe.core.layout import Around, check_around
+from lightning_gpipe.core.layout import Around, Weights, check_around
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.choose.options import AUTO, Requested, Resolved
 from lightning_gpipe.core.pipeline.choose.sampling import Entry
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.planner import Plan, plan_for
-from lightning_gpipe.core.profile import Optimizers
+from lightning_gpipe.core.profile import Optimizers, host_speed
 from lightning_gpipe.core.schedules import (
     ALWAYS_SPLIT,
     ActivationCheckpointing,
@@ -32,6 +32,7 @@ from lightning_gpipe.core.schedules import (
 )
 
 _MOST = 16  # micro-batches per stage: then the bubble is 6 % at most
+_COPIED = 2**26  # bytes, at most, to measure the way from the host
 _USABLE = 0.9  # of a GPU's memory: its libraries and the gaps between tensors take the rest
 
 
@@ -81,10 +82,17 @@ def _with_plan(
     measuring: LayerMeasurement, balances: Sequence[Any], requested: Requested, around: Around
 ) -> Resolved:
     """Resolve the settings, by a plan if the user leaves some open."""
-    chunks, mode, schedule, split = requested
-    if chunks != AUTO and mode != AUTO and schedule != AUTO and split != AUTO:
+    chunks, mode, schedule, split, weights, offload = requested
+    if (
+        chunks != AUTO
+        and mode != AUTO
+        and schedule != AUTO
+        and split != AUTO
+        and weights != AUTO
+        and offload != AUTO
+    ):
         order = ScheduleKind(schedule, split or schedule in ALWAYS_SPLIT)
-        return Resolved(list(balances), chunks, mode, order)
+        return Resolved(list(balances), chunks, mode, order, weights, offload)
     planned = " and ".join(requested.planned)
     if len(modules := measuring.modules) > 1:
         raise ValueError(
@@ -98,9 +106,8 @@ def _with_plan(
         )
     by_time = balances[0] == "time"
     balance = None if by_time else balances_for(measuring, balances, around)[0]
-    places = [Place(memory=_USABLE * memory_of(device)) for device in measuring.devices]
-    stages = len(balance or places)
-    plan = plan_measured(measuring, places, requested, stages, balance, around)
+    places = [_place(device, requested) for device in measuring.devices]
+    plan = plan_measured(measuring, places, requested, None, balance, around, every_device=True)
     settings, sizes = plan.settings, plan.prediction.rows
     measuring.done = [replace(plan.prediction.profile, rows=max(sizes), chunks=len(sizes))]
     return Resolved(
@@ -108,6 +115,8 @@ def _with_plan(
         settings.chunks,
         settings.activation_checkpointing,
         settings.order,
+        settings.weights,
+        settings.offload,
         plan,
     )
 
@@ -128,6 +137,8 @@ def plan(
     microbatching: MicroBatching | None = None,
     optimizer: Optimizers = None,
     around: Around = "last",
+    weights: Weights | Literal["auto"] = "device",
+    offload_activations: bool | Literal["auto"] = False,
 ) -> Plan:
     """Choose how to run a model as a pipeline: the least predicted time that fits.
 
@@ -143,7 +154,8 @@ def plan(
     Args:
         model, sample, module, device, microbatching: See :func:`~lightning_gpipe.profile`.
         devices: The number of devices, or the memory and speed of each.
-        stages: The number of stages; None tries up to one per device.
+        stages: The number of stages; None tries up to one per device and, with weights on the host,
+            several on each.
         balance: The number of layers in each stage, with one or several stages on each device; None
             finds the best one.
         chunks: The number of micro-batches; None tries powers of two.
@@ -153,13 +165,21 @@ def plan(
         split_backward: Whether the gradients of the weights are computed apart; None chooses.
         optimizer: The optimizer whose state counts; None counts none.
         around: Which stage's device has the modules around the layers.
+        weights, offload_activations: What is in the memory of the host, see
+            :class:`~lightning_gpipe.GPipe`; ``"auto"`` chooses.
 
     Raises:
         TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
         NoPlan: If nothing fits; says what is missing where, and what would fit.
     """
-    settings: list[Any] = [chunks, activation_checkpointing, schedule, split_backward]
-    requested = Requested(*(AUTO if value is None else value for value in settings))
+    requested = Requested(
+        AUTO if chunks is None else chunks,
+        AUTO if activation_checkpointing is None else activation_checkpointing,
+        schedule,
+        AUTO if split_backward is None else split_backward,
+        weights,
+        offload_activations,
+    )
     requested.check()
     check_around(around)
     places = [Place()] * devices if isinstance(devices, int) else list(devices)
@@ -187,12 +207,15 @@ def plan_measured(
     balance: Sequence[int] | None,
     around: Around,
     per_second: float | None = None,
+    *,
+    every_device: bool = False,
 ) -> Plan:
     """Measure the layers, for up to one stage per place or those of the balance, and plan the rest.
 
-    Operations that are counted become seconds by the number ``per_second``.
+    Operations that are counted become seconds by the number ``per_second``. ``every_device`` must
+    have a stage.
     """
-    chunks, mode, schedule, split = requested
+    chunks, mode, schedule, split, weights, offload = requested
     m, n = None if chunks == AUTO else chunks, len(balance or places)
     profiles = _profiles(measuring, m, n)
     if per_second is not None:
@@ -208,6 +231,9 @@ def plan_measured(
         schedule=schedule,
         split_backward=None if split == AUTO else split,
         around=around,
+        weights=get_args(Weights) if weights == AUTO else (weights,),
+        offload=(False, True) if offload == AUTO else (offload,),
+        every_device=every_device,
     )
 
 
@@ -215,17 +241,40 @@ def _profiles(measuring: LayerMeasurement, chunks: int | None, stages: int) -> l
     """Measure the layers with micro-batches of as many sizes as a plan needs.
 
     The number of micro-batches is ``chunks`` or, if that is planned, depends on that of ``stages``.
+    Sizes with which a layer alone is too large for the device are left out.
     """
     if chunks is not None:
         return [measuring.at(chunks)]
     most = 1 if measuring.counts else measuring.most(_MOST * stages)
     # Each measures half of its rows, too.
-    numbers = takewhile(most.__ge__, (4**k for k in count()))
-    return list(map(measuring.at, numbers))
+    numbers = list(takewhile(most.__ge__, (4**k for k in count())))
+    profiles = []
+    for number in numbers:
+        try:
+            profiles.append(measuring.at(number))
+        except torch.OutOfMemoryError:
+            if number == numbers[-1] and not profiles:
+                raise
+    return profiles
+
+
+def _place(device: torch.device, requested: Requested) -> Place:
+    """Return the memory of a device that a plan uses, and the speed of its bus if that matters."""
+    place = Place(memory=_USABLE * memory_of(device))
+    on_device = requested.weights == "device" and requested.offload_activations is False
+    if device.type != "cuda" or on_device:
+        return place
+    copied = min(_COPIED, int(place.memory / 64))
+    return replace(place, host_speed=host_speed(device, copied))
 
 
 def memory_of(device: torch.device) -> float:
-    """Return the bytes of a GPU; a CPU shares its memory with everything else on the host."""
+    """Return the bytes that this process may use of a GPU.
+
+    A CPU shares its memory with everything else on the host.
+    """
     if device.type != "cuda":
         return inf
-    return float(torch.cuda.get_device_properties(device).total_memory)
+    total = float(torch.cuda.get_device_properties(device).total_memory)
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # since PyTorch 2.8
+    return total if fraction is None else total * fraction(device)
