@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The fixtures that all tests may take. Simulated GPUs come before torch, which the others import.
 pytest_plugins = [
+    "tests.support.device_memory",
     "tests.support.pipes",
     "tests.support.process",
     "tests.support.ranks",

@@ -7,7 +7,6 @@ What a worker moves, and when: ``host/weights``, ``host/side_copies``, ``host/me
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from lightning_gpipe.core.layout import Weights
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers
 from tests.gpu.trainers import needs
+from tests.support.device_memory import Limit
 from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, assert_same_weights, fitted
 from tests.support.vocabulary import Checkpointed
 
@@ -39,21 +39,6 @@ def deep(stages: int = STAGES) -> nn.Sequential:
     """A Linear layer in float64 for each stage, always with the same weights."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(stages))).double()
-
-
-@pytest.fixture
-def limited() -> Iterator[Callable[[int, int], None]]:
-    """Limits the bytes of a device, in a function of its index and the bytes."""
-    devices: set[int] = set()
-
-    def limit(device: int, size: int) -> None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(size / total, device)
-        devices.add(device)
-
-    yield limit
-    for device in devices:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def steps(module: nn.Module, device: str, rows: int = 4, *, clip: bool = True) -> list[Any]:
@@ -78,7 +63,7 @@ def steps(module: nn.Module, device: str, rows: int = 4, *, clip: bool = True) -
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="a GPU's blocks are larger")
 def test_model_four_times_as_large_as_all_devices(
-    limited: Callable[[int, int], None], devices: int, mode: ActivationCheckpointing
+    limited: Limit, devices: int, mode: ActivationCheckpointing
 ) -> None:
     if torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} GPUs")
@@ -106,7 +91,7 @@ def test_model_four_times_as_large_as_all_devices(
 
 
 @pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="a GPU's blocks are larger")
-def test_stage_that_does_not_fit(limited: Callable[[int, int], None]) -> None:
+def test_stage_that_does_not_fit(limited: Limit) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 400), nn.Linear(400, 2))
     pipeline = GPipe(model, [1] * 4, devices=[GPU], chunks=2, weights="host")
     x = torch.randn(4, 2, device=GPU)
@@ -187,27 +172,18 @@ def test_loss_for_each_micro_batch(
     assert_same(run(weights="host"), run())
 
 
-def test_weights_come_twice_and_gradients_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"to the device": 0, "to the host": 0}
-    copy = Tensor.copy_
-
-    def counting(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if target.device != source.device:
-            counts["to the device" if target.is_cuda else "to the host"] += source.nbytes
-        return copy(target, source, non_blocking)
-
+def test_weights_come_twice_and_gradients_go_once(copied_bytes: dict[str, int]) -> None:
     pipeline = GPipe(deep(6), [1] * 6, devices=[GPU], chunks=2, weights="host")
     x = torch.randn(4, SIDE, dtype=torch.float64, device=GPU)
-    monkeypatch.setattr(Tensor, "copy_", counting)
 
     pipeline(x).sum().backward()
 
     # The last two stages stay from forward to backward.
-    assert counts == {"to the device": (2 * 6 - 2) * STAGE, "to the host": 6 * STAGE}
-    counts["to the device"] = 0
+    assert copied_bytes == {"to the device": (2 * 6 - 2) * STAGE, "to the host": 6 * STAGE}
+    copied_bytes["to the device"] = 0
     with torch.no_grad():
         pipeline(x)
-    assert counts["to the device"] == 6 * STAGE
+    assert copied_bytes["to the device"] == 6 * STAGE
 
 
 def test_everything_but_the_weights_is_on_the_device() -> None:

@@ -28,7 +28,7 @@ class Scaled(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
         copied: Scaled = super().__deepcopy__(memo)
-        copied.scale = deepcopy(self.scale, memo)
+        copied.__dict__ = deepcopy(self.__dict__, memo)
         return copied
 
 

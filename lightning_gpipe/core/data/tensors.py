@@ -97,6 +97,8 @@ def parts(tensor: Tensor) -> list[Tensor]:
 def checksums(parameter: Tensor) -> Tensor:
     """Return sums over the elements and their squares: equal as long as nothing is edited."""
     value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    if value.itemsize == 1:  # not all types of one byte have sums
+        value = value.view(torch.uint8)
     sums = [value.sum(dtype=torch.float64)]
     if value.is_floating_point():
         sums.append(torch.linalg.vector_norm(value, dtype=torch.float64))

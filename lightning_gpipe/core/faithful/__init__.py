@@ -16,6 +16,13 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
 from lightning_gpipe.core.faithful.layers.replicated_norm import Gather
 from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting, together
 from lightning_gpipe.core.faithful.notes import add_note, modules_raising
+from lightning_gpipe.core.faithful.parameter_leaves import (
+    Part,
+    has_memory,
+    leaf_like,
+    parts_of,
+    placeholder,
+)
 from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
 from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
 from lightning_gpipe.core.faithful.random.private_generators import default_generator
@@ -25,13 +32,7 @@ from lightning_gpipe.core.faithful.random.random_state import (
     RandomState,
 )
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
-from lightning_gpipe.core.faithful.shadow import (
-    Shadows,
-    has_hooks,
-    has_memory,
-    leaf_like,
-    placeholder,
-)
+from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
 from lightning_gpipe.core.faithful.state.buffers import BufferState
 from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
@@ -77,6 +78,7 @@ __all__ = [
     "ModuleState",
     "MutationGuard",
     "Norm",
+    "Part",
     "RandomDraws",
     "RandomState",
     "Randomness",
@@ -103,6 +105,7 @@ __all__ = [
     "not_compiled",
     "on_engine_thread",
     "over_replicas",
+    "parts_of",
     "placeholder",
     "preserved",
     "refuse_unsupported_modes",

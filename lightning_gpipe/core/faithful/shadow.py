@@ -19,20 +19,28 @@ host, the copies get their values while the mini-batch runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, cast
+from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpipe.core.data import checksums
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.parameter_leaves import (
+    Part,
+    copy_like,
+    has_memory,
+    hollow_copy,
+    leaf_like,
+)
 from lightning_gpipe.core.faithful.parameter_slots import ParameterSlots
 from lightning_gpipe.core.faithful.state.behavior import version_of
-from lightning_gpipe.core.layout import Slot
+from lightning_gpipe.core.layout import Slot, tensors_within
 
 _Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and its new value
+_CopyState = tuple[list[int], list[Any]]  # versions and objects
 
 
 class Shadows:
@@ -72,8 +80,8 @@ class Shadows:
     ) -> None:
         # By id, as everywhere here: to hash a tensor is a slow call into Python.
         self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        # Parameters whose shadow is a copy, with its version counter.
-        self._copied: dict[int, tuple[nn.Parameter, nn.Parameter, int]] = {}
+        # Parameters whose shadow is a copy, with the state of that.
+        self._copied: dict[int, tuple[nn.Parameter, nn.Parameter, _CopyState]] = {}
         self._swaps: list[Write] = []
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
@@ -82,7 +90,7 @@ class Shadows:
         self._on_host = on_host
         self.examined = examined
         self._checksums: dict[int, Tensor] = {}  # of copies, by id as above
-        self.hosted: list[tuple[Tensor, Tensor]] = []
+        self.hosted: list[Part] = []
         self.in_place = False
         for module in modules:
             slots = module._parameters
@@ -105,33 +113,20 @@ class Shadows:
         self.record_versions()
 
     def _new(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
-        key = id(parameter)
+        key, requires_grad = id(parameter), parameter.requires_grad
         if not follows:
             shadow = leaf_like(parameter, requires_grad=True)
+        elif self._on_host and parameter.device.type == "cpu":
+            shadow, parts = hollow_copy(parameter, requires_grad, device)
+            self.hosted += parts
         else:
-            requires_grad, value = parameter.requires_grad, self._values.get(key)
-            hosted = self._on_host and parameter.device.type == "cpu"
-            if hosted and has_memory(parameter):
-                value = placeholder(parameter, device)
-                shadow = leaf_like(parameter, requires_grad, value=value)
-            else:
-                shadow = leaf_like(parameter, requires_grad, copied_to=device, value=value)
-            if hosted:
-                self._host(parameter, shadow)
-            elif self.examined and has_memory(shadow):
+            shadow = copy_like(parameter, requires_grad, device, self._values.get(key))
+            if self.examined and has_memory(shadow):
                 self._checksums[key] = checksums(shadow)
-            self._copied[key] = parameter, shadow, version_of(shadow)
+        if follows:
+            self._copied[key] = parameter, shadow, _state_of(shadow, parameter)
         self._of[key] = parameter, shadow
         return shadow
-
-    def _host(self, weight: Tensor, shadow: Tensor) -> None:
-        """Have placeholders for the values of a shadow, and of the tensors that it is made of."""
-        if is_traceable_wrapper_subclass(weight):
-            for name in weight.__tensor_flatten__()[0]:
-                self._host(getattr(weight, name), getattr(shadow, name))
-        else:
-            shadow.data = placeholder(weight, shadow.device)
-            self.hosted.append((weight, shadow))
 
     def _hide(self, modules: Iterable[nn.Module], by_caller: Callable[[], bool]) -> None:
         """Let the caller's code find the parameters in the slots while the shadows are there."""
@@ -197,11 +192,13 @@ class Shadows:
 
     @property
     def lost(self) -> nn.Parameter | None:
-        """A followed parameter whose copy was edited in place, if there is one."""
-        for key, (parameter, shadow, version) in self._copied.items():
+        """A followed parameter whose copy was edited, itself or an attribute, if there is one."""
+        for key, (parameter, shadow, (versions, objects)) in self._copied.items():
             before = self._checksums.get(key)  # an edit by its data has another version counter
             same = before is None or torch.equal(before, checksums(shadow))
-            if version_of(shadow) != version or not same:
+            present, held = _state_of(shadow, parameter)
+            others = len(objects) != len(held) or any(map(is_not, objects, held))
+            if versions != present or others or not same:
                 return parameter
         return None
 
@@ -222,54 +219,14 @@ class Shadows:
         return sums
 
 
-def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor in the place of a parameter's values: of its shape, with one element.
-
-    It is no number where it can be.
-    """
-    nothing = torch.nan if parameter.is_floating_point() else 0
-    return torch.full((), nothing, dtype=parameter.dtype, device=device).expand(parameter.shape)
-
-
-def leaf_like(
-    parameter: Tensor,
-    requires_grad: bool,
-    copied_to: torch.device | None = None,
-    value: Tensor | None = None,
-) -> nn.Parameter:
-    """Return a leaf of the parameter's class with its attributes: an alias, or a copy on a device.
-
-    It may have another ``value``.
-    """
-    kind: Any = type(parameter)
-    attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays
-    if kind is nn.Parameter and copied_to is None and value is None:  # as most are
-        alias: nn.Parameter = Tensor._make_subclass(kind, parameter, requires_grad)
-        alias.__dict__ = attributes
-        return alias
-    value = parameter if value is None else value
-    if copied_to is not None:
-        with torch._C.DisableTorchFunctionSubclass():
-            value = value.detach().to(copied_to, copy=True)
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-        leaf = Tensor._make_subclass(kind, value, requires_grad)
-    else:  # made of tensors that are attributes, so only its class can alias or copy it
-        leaf = value.detach().requires_grad_(requires_grad)
-        if copied_to is not None:
-            attributes = {**attributes, **leaf.__dict__}
-    leaf.__dict__ = attributes
-    return cast(nn.Parameter, leaf)
-
-
-def has_memory(parameter: nn.Parameter) -> bool:
-    """Return whether its elements are in memory of its own, as those of any dense tensor."""
-    if parameter.layout is not torch.strided:
-        return False
-    kind = type(parameter)
-    return kind is nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
 def has_hooks(parameter: Tensor) -> bool:
     """Return whether hooks on the parameter's gradient are registered."""
     after: dict[int, object] | None = parameter._post_accumulate_grad_hooks
     return bool(parameter._backward_hooks or after)
+
+
+def _state_of(copy: nn.Parameter, parameter: nn.Parameter) -> _CopyState:
+    """Return the version counters of a copy's tensors, and these with its own attributes."""
+    own = {} if vars(copy) is vars(parameter) else vars(copy)
+    tensors = [copy, *tensors_within(own)]
+    return list(map(version_of, tensors)), [*tensors, *own.values()]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_gpipe.core.faithful import has_memory
+from lightning_gpipe.core.faithful import has_memory, parts_of
 from lightning_gpipe.core.frontends.stored import (
     Source,
     await_value,
@@ -149,8 +149,9 @@ def _place_on_host(module: nn.Module, device: torch.device) -> None:
 
 def _pin(parameter: nn.Parameter) -> None:
     """Lock the memory of a parameter on the host, so that copies to a GPU need no wait."""
-    if torch.cuda.is_available() and has_memory(parameter) and not parameter.is_pinned():
-        parameter.data = parameter.data.pin_memory()
+    for part in parts_of(parameter) if torch.cuda.is_available() else ():
+        if part.device == HOST and has_memory(part) and not part.is_pinned():
+            part.data = part.data.pin_memory()
 
 
 def move(parameter: nn.Parameter, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from lightning_gpipe.core.layout.module_attributes import (
     is_user_object,
     parameter_holders,
     tensors_within,
+    with_tensors,
     within,
 )
 from lightning_gpipe.core.layout.nested import (
@@ -101,5 +102,6 @@ __all__ = [
     "shared_with_outside",
     "tensors_within",
     "ties_of",
+    "with_tensors",
     "within",
 ]

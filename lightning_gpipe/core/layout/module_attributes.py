@@ -11,7 +11,8 @@ import math
 import random
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from copy import copy
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -110,6 +111,40 @@ def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
         elif depth and not isinstance(item, (type, nn.Module)):
             for attribute in getattr(item, "__dict__", {}).values():
                 yield from tensors_within(attribute, depth - 1)
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``value`` with changed tensors, in copies of the objects and containers around them.
+
+    An object that :func:`tensors_within` finds no tensor in is not copied.
+    """
+    copies: dict[int, Any] = {}
+
+    def changed(item: Any) -> Any:
+        key = id(item)
+        if key in copies:
+            return copies[key]
+        if isinstance(item, Tensor):
+            copies[key] = change(item)
+        elif next(tensors_within(item), None) is None:
+            copies[key] = item
+        elif isinstance(item, tuple):
+            values = map(changed, item)
+            copies[key] = item._make(values) if hasattr(item, "_make") else type(item)(values)
+        else:
+            copies[key] = made = copy(item)  # before its contents, which may lead back to it
+            if isinstance(item, (list, deque)):
+                made.clear()
+                made.extend(map(changed, item))
+            elif isinstance(item, set):
+                made.clear()
+                made.update(map(changed, item))
+            else:
+                slots = made if isinstance(item, dict) else vars(made)
+                slots.update({name: changed(x) for name, x in slots.items()})
+        return copies[key]
+
+    return changed(value)
 
 
 def is_generator(value: Any) -> bool:

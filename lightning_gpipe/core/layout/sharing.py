@@ -8,13 +8,15 @@ devices follow it with copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_gpipe.core.layout.layout import META, Layout
+from lightning_gpipe.core.data import requires_grad
+from lightning_gpipe.core.layout.layout import HOST, META, Layout
 from lightning_gpipe.core.layout.module_attributes import (
     attributes_in,
     is_generator,
@@ -103,40 +105,69 @@ def check_copies(
     *,
     on_host: bool = False,
 ) -> None:
-    """Refuse copied parameters with tensors in attributes, which a copy of the values lacks.
+    """Refuse parameters of which a copy would not do.
 
-    A quantised weight may have its scales there. See :func:`followed_slots` for the arguments; the
-    homes of parameters of another process are the meta device.
+    See :func:`followed_slots` for the arguments; the homes of parameters of another process are the
+    meta device. Copies of those on the host come and go with their attributes, if ``on_host``.
     """
     for module, name in slots:
         parameter = module._parameters[name]
-        kind: Any = type(parameter)
-        # A class that is made of tensors copies all of them.
-        if kind is nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            continue
         assert parameter is not None, "a followed slot has a parameter"
         places = {device, homes[parameter]} - {META}
-        attributes = [
-            attribute
-            for attribute, value in vars(parameter).items()
-            if any({tensor.device} != places for tensor in tensors_within(value))
-        ]
-        if attributes:
-            which, otherwise = (
-                "stages on several devices share",
-                "Choose a balance that puts the layers that share it into stages of one device, or "
-                "quantise them without sharing it.",
-            )
-            if on_host:
-                which, otherwise = (
-                    "is at home on the host",
-                    "Write weights='device', or quantise it otherwise.",
-                )
-            raise ValueError(
-                f"a weight that {which} must be all in its values: got "
-                f"{name} of a {type(module).__name__}, a {kind.__name__} with tensors in "
-                f"{', '.join(attributes)}, on {' and '.join(sorted(map(str, places)))}. {otherwise}"
-            )
+        if on_host and HOST in places:
+            _check_host_copy(module, name, parameter)
+        else:
+            _check_copy(module, name, parameter, places)
+
+
+def _check_copy(
+    module: nn.Module, name: str, parameter: nn.Parameter, places: set[torch.device]
+) -> None:
+    """Refuse a parameter with tensors in attributes, such as scales, which its copy lacks."""
+    kind: Any = type(parameter)
+    # A class that is made of tensors copies all of them.
+    if kind is nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return
+    attributes = _attributes_with(parameter, lambda tensor: {tensor.device} != places)
+    if attributes:
+        raise ValueError(
+            "a weight that stages on several devices share must be all in its values: got "
+            f"{_title(module, name)} with tensors in {attributes}, on "
+            f"{' and '.join(sorted(map(str, places)))}. Choose a balance that puts the layers "
+            "that share it into stages of one device, or quantise them without sharing it."
+        )
+
+
+def _check_host_copy(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Refuse a weight that cannot come and go, one tensor after another."""
+    kind: Any = type(parameter)
+    plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    parts = plain or is_traceable_wrapper_subclass(parameter)
+    if parameter.layout is not torch.strided or not parts:
+        raise ValueError(
+            "a weight at home on the host must be dense, or of a class that says by "
+            f"__tensor_flatten__ what it is made of: got {_title(module, name)}. Write "
+            "weights='device'."
+        )
+    trained = _attributes_with(parameter, requires_grad)
+    if kind is not nn.Parameter and trained:
+        raise ValueError(
+            "a tensor in an attribute of a weight at home on the host must not require a gradient: "
+            f"got {_title(module, name)} with {trained}. Make it a parameter of the layer, or "
+            "write weights='device'."
+        )
+
+
+def _title(module: nn.Module, name: str) -> str:
+    """Name a parameter and its class: ``weight of a Linear4bit, a Params4bit``."""
+    kind = type(module._parameters[name])
+    return f"{name} of a {type(module).__name__}, a {kind.__name__}"
+
+
+def _attributes_with(parameter: nn.Parameter, chosen: Callable[[Tensor], bool]) -> str:
+    """Return the names of a parameter's attributes that hold a chosen tensor."""
+    slots = vars(parameter).items()
+    return ", ".join(name for name, x in slots if any(map(chosen, tensors_within(x))))
 
 
 def _unshared(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:

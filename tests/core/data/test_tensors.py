@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data.tensors import bytes_of, copy_values, equal, identity, memory
+from lightning_gpipe.core.data.tensors import (
+    bytes_of,
+    checksums,
+    copy_values,
+    equal,
+    identity,
+    memory,
+)
 from tests.support.layouts import LAYOUTS, in_beta
 
 pytestmark = in_beta
@@ -92,3 +99,17 @@ def test_views_have_the_memory_of_what_they_are_of() -> None:
 @pytest.mark.parametrize("other", [torch.empty(0), X.to_sparse(), X.to("meta"), "text"])
 def test_what_has_no_memory_to_share(other: object) -> None:
     assert memory(other) is None
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int8, torch.complex64, torch.float8_e4m3fn]
+)
+def test_checksums_change_with_an_element(dtype: torch.dtype) -> None:
+    """Some types of one byte have no sums of their own in PyTorch 2.13."""
+    x = torch.arange(6.0).view(2, 3).to(dtype)
+    before = checksums(x)
+    assert torch.equal(checksums(x.clone()), before)
+
+    x[1, 2] = 1
+
+    assert not torch.equal(checksums(x), before)

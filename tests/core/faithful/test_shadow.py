@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.shadow import Shadows
+from tests.support.quantised import Composed
 
 CPU = torch.device("cpu")
 
@@ -403,6 +404,29 @@ def test_edit_of_a_copy_is_seen(grad: bool) -> None:
     with shadows.swapped_in(Journal()):
         assert shadows.lost is None
         layer.weight.mul_(2)
+
+    assert shadows.lost is weight
+
+
+@pytest.mark.parametrize("how", ["set", "added", "removed", "in place"])
+def test_edit_beside_the_values_of_a_copy_is_seen(how: str) -> None:
+    """The copy has attributes of its own, so the parameter would not get what a layer writes."""
+    layer = linear()
+    value = Composed(torch.ones(3, 2), torch.ones(3, 1))
+    weight = layer.weight = nn.Parameter(value, requires_grad=False)
+    shadows = following(layer)
+
+    with shadows.swapped_in(Journal()):
+        assert shadows.lost is None
+        inside: Any = layer.weight
+        if how == "set":
+            inside.scale = None
+        elif how == "added":
+            inside.cache = 3
+        elif how == "removed":
+            del inside.scale
+        else:
+            inside.scale.mul_(2)
 
     assert shadows.lost is weight
 

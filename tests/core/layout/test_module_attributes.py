@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe.core.layout.module_attributes import (
     attributes_in,
@@ -18,6 +20,8 @@ from lightning_gpipe.core.layout.module_attributes import (
     is_generator,
     is_user_object,
     parameter_holders,
+    tensors_within,
+    with_tensors,
     within,
 )
 
@@ -118,3 +122,53 @@ def test_other_values_are_no_objects_of_the_user(value: Any) -> None:
 
 def test_objects_of_the_user() -> None:
     assert is_user_object(Meter())
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def test_other_tensors_in_copies_of_what_holds_them() -> None:
+    one, other, meter, module = torch.ones(1), torch.zeros(1), Meter(), nn.Linear(1, 1)
+    state, empty = SimpleNamespace(absmax=one, module=module), SimpleNamespace(name="nf4")
+    value = {
+        "all": [one, (other, 2), Pair(one, 3), {other}, deque([one])],
+        "state": state,
+        "empty": empty,
+        "meter": meter,
+    }
+
+    found = with_tensors(value, lambda tensor: tensor + 1)
+
+    first, pair, named, bag, line = found["all"]
+    assert [first.item(), pair[0].item(), named.one.item()] == [2, 1, 2]
+    assert [type(x) for x in found["all"]] == [Tensor, tuple, Pair, set, deque]
+    assert pair[1:] == (2,)
+    assert named.other == 3
+    assert [*bag] == [pair[0]]
+    assert first is named.one is line[0] is found["state"].absmax
+    # What holds no tensor is the very object, and so is a module.
+    assert found["meter"] is meter
+    assert found["empty"] is empty
+    assert found["state"].module is module
+    # The value itself is as before.
+    assert {id(x) for x in tensors_within(value)} == {id(one), id(other)}
+
+
+def test_other_tensors_in_objects_that_lead_back() -> None:
+    state = SimpleNamespace(scale=torch.ones(1))
+    state.itself = [state]
+
+    found = with_tensors(state, torch.neg)
+
+    assert found is not state
+    assert found.itself[0] is found
+    assert found.scale.item() == -1
+    assert state.itself[0] is state
+
+
+def test_value_without_tensors_is_not_copied() -> None:
+    value = {"kind": "nf4", "sizes": [2, 3]}
+
+    assert with_tensors(value, torch.neg) is value

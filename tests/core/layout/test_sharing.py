@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe.core.layout.layout import lay_out
 from lightning_gpipe.core.layout.partition import cut
@@ -207,3 +207,61 @@ def test_weight_whose_attributes_are_where_its_copy_is() -> None:
     plain: Any = nn.Linear(2, 2)
     plain.weight.main_grad = torch.zeros(2, 2)
     check_copies([(plain, "weight")], torch.device("cuda", 1), {plain.weight: CPU})
+
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("attribute", [torch.zeros(2), "nf4", SimpleNamespace(a=[torch.zeros(2)])])
+def test_weight_on_the_host_comes_with_its_attributes(attribute: object) -> None:
+    layer = holding(attribute)
+
+    check_copies([(layer, "weight")], CUDA, {layer.weight: CPU}, on_host=True)
+
+
+def test_trained_tensor_beside_a_weight_on_the_host() -> None:
+    """Its gradient would be lost in the copy."""
+    layer = holding(SimpleNamespace(inner=[torch.zeros(2, requires_grad=True)]))
+
+    with pytest.raises(ValueError) as error:
+        check_copies([(layer, "weight")], CUDA, {layer.weight: CPU}, on_host=True)
+
+    assert str(error.value) == (
+        "a tensor in an attribute of a weight at home on the host must not require a gradient: got "
+        "weight of a Linear, a Quantised with scales. Make it a parameter of the layer, or write "
+        "weights='device'."
+    )
+
+
+def test_mark_on_a_plain_weight_on_the_host() -> None:
+    layer: Any = nn.Linear(2, 2)
+    layer.weight.main_grad = torch.zeros(2, 2, requires_grad=True)
+
+    check_copies([(layer, "weight")], CUDA, {layer.weight: CPU}, on_host=True)
+
+
+class Opaque(nn.Parameter):
+    """A weight that does not say what it is made of."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without @classmethod
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "weight", [Tensor._make_subclass(Opaque, torch.eye(2)), nn.Parameter(torch.eye(2).to_sparse())]
+)
+def test_weight_that_cannot_come_and_go(weight: Any) -> None:
+    layer: Any = nn.Linear(2, 2)
+    layer.weight = weight
+
+    with pytest.raises(ValueError) as error:
+        check_copies([(layer, "weight")], CUDA, {weight: CPU}, on_host=True)
+
+    assert str(error.value) == (
+        "a weight at home on the host must be dense, or of a class that says by __tensor_flatten__ "
+        f"what it is made of: got weight of a Linear, a {type(weight).__name__}. Write "
+        "weights='device'."
+    )

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_gpipe.core.data import bytes_of, checksums, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.shadow import has_memory, leaf_like
+from lightning_gpipe.core.faithful.parameter_leaves import has_memory, leaf_like, value_on
 from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot
 
@@ -33,7 +33,8 @@ class _WatchedParameter:
     def __init__(self, slot: Slot, parameter: nn.Parameter, *, copied: bool) -> None:
         self.slot = slot
         self.parameter = parameter
-        self.copy = leaf_like(parameter, False, parameter.device) if copied else None
+        value = value_on(parameter, parameter.device) if copied else None
+        self.copy = None if value is None else leaf_like(parameter, False, value)
         self._version = version_of(parameter)
         self._pointer = parameter.data_ptr()
         self._sums = None if copied else checksums(parameter)

@@ -39,9 +39,9 @@ def check_edits(stage: Stage, shadows: Shadows, lost: Tensor | None = None) -> N
     if lost is not None:
         raise RuntimeError(
             "a parameter that a stage has a copy of must not be edited in forward: got an edit of "
-            f"{stage.name_of(lost)}, whose home is not {stage}, so the edit would be lost. Edit it "
-            "after the optimizer step, choose a balance in which layers that share it are on one "
-            "device, or write weights='device' if it is 'host'."
+            f"{stage.name_of(lost)} or its attributes, whose home is not {stage}, so the edit "
+            "would be lost. Edit it after the optimizer step, choose a balance in which layers "
+            "that share it are on one device, or write weights='device' if it is 'host'."
         )
     frozen = [parameter for parameter in shadows.edited if not parameter.requires_grad]
     if not frozen:

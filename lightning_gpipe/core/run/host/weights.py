@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpipe.core.data import checksums, record_stream
 from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, placeholder
@@ -28,8 +29,16 @@ from lightning_gpipe.core.run.stage import Stage
 class _SavedWeight(NamedTuple):
     """A tensor that autograd saves, as a view of the values of a weight."""
 
-    weight: int
+    part: int  # of the weights
     view: tuple[Any, Any, Any]  # size, stride and offset
+
+
+class _SavedParts(NamedTuple):
+    """A tensor that autograd saves, made of others, some of which are parts of weights."""
+
+    kind: Any
+    parts: dict[str, Any]
+    rest: tuple[Any, Any, Any]  # what the class needs besides, size and stride
 
 
 class HostWeights:
@@ -43,7 +52,7 @@ class HostWeights:
     def __init__(self, stage: Stage, shadows: Shadows) -> None:
         self._stage = stage
         self._device = stage.device
-        self._pairs = shadows.hosted  # of tensors on the host and on the device
+        self._parts = shadows.hosted  # with tensors on the host and on the device
         self._weight_of: dict[int, int] = {}  # by the storage, while the values are on the device
         self._coming: torch.cuda.Event | None = None  # until the device waits for it
         self._examined = shadows.examined
@@ -55,15 +64,15 @@ class HostWeights:
     def load(self) -> None:
         """Begin to copy the weights to the device, beside what it computes."""
         try:
-            for weight, copy in self._pairs:
-                copy.data = torch.empty_like(weight, device=self._device, requires_grad=False)
+            for _, at_home, copy in self._parts:
+                copy.data = torch.empty_like(at_home, device=self._device, requires_grad=False)
         except torch.OutOfMemoryError as error:
             add_note(error, f"raised in loading the weights of {self._stage}")
             raise
-        self._weight_of = {memory_of(copy): k for k, (_, copy) in enumerate(self._pairs)}
+        self._weight_of = {memory_of(part.copy): k for k, part in enumerate(self._parts)}
         with self._copies.beside("to the device"):
-            for weight, copy in self._pairs:
-                copy.data.copy_(weight.detach(), non_blocking=True)
+            for _, at_home, copy in self._parts:
+                copy.data.copy_(at_home.detach(), non_blocking=True)
         self._coming = self._copies.latest
 
     def await_values(self) -> None:
@@ -79,8 +88,8 @@ class HostWeights:
         if self._examined:
             self._left.append((self._loaded, self._checksums()))
         self._weight_of = {}
-        for weight, copy in self._pairs:
-            copy.data = placeholder(weight, self._device)
+        for _, at_home, copy in self._parts:
+            copy.data = placeholder(at_home, self._device)
 
     def take_edited(self) -> Tensor | None:
         """Return a weight that was edited on the device, if it was looked for and there is one."""
@@ -89,13 +98,13 @@ class HostWeights:
             turns.append((self._loaded, self._checksums()))
         self._examined = False  # only edits in forward are looked for
         for before, after in turns:
-            for k, (weight, _) in enumerate(self._pairs):
+            for k, part in enumerate(self._parts):
                 if not torch.equal(before[k], after[k]):
-                    return weight
+                    return part.weight
         return None
 
     def _checksums(self) -> list[Tensor]:
-        return [checksums(copy.detach()) for _, copy in self._pairs]
+        return [checksums(part.copy.detach()) for part in self._parts]
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return hooks with which autograd saves no weights, and what is none with ``hooks``."""
@@ -114,18 +123,29 @@ class HostWeights:
         return at_home
 
     def _pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        saved = self._saved(tensor)
+        return pack(tensor) if saved is tensor else saved
+
+    def _saved(self, tensor: Tensor) -> Any:
+        """Return where a tensor is within the weights; the tensor if nowhere."""
+        if is_traceable_wrapper_subclass(tensor):
+            names, rest = tensor.__tensor_flatten__()
+            parts = {name: self._saved(getattr(tensor, name)) for name in names}
+            if not any(isinstance(part, (_SavedWeight, _SavedParts)) for part in parts.values()):
+                return tensor
+            return _SavedParts(type(tensor), parts, (rest, tensor.size(), tensor.stride()))
         k = self._weight_of.get(memory_of(tensor))
         if (
             k is None
-            or tensor.dtype != self._pairs[k][1].dtype
+            or tensor.dtype != self._parts[k].copy.dtype
             or tensor.is_neg()
             or tensor.is_conj()
         ):
-            return pack(tensor)
+            return tensor
         return _SavedWeight(k, (tensor.size(), tensor.stride(), tensor.storage_offset()))
 
     def _unpack(self, unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
-        if not isinstance(saved, _SavedWeight):
+        if not isinstance(saved, (_SavedWeight, _SavedParts)):
             return unpack(saved)
         if not self._weight_of:
             raise RuntimeError(
@@ -133,8 +153,16 @@ class HostWeights:
                 "in the memory of the host, and on the device only while the stage runs. Let the "
                 "layer return the tensor, or hand it out with loss_term(name, value)."
             )
-        copy = self._pairs[saved.weight][1].detach()
-        return copy.as_strided(*saved.view)
+        return self._restored(saved)
+
+    def _restored(self, saved: Any) -> Tensor:
+        if isinstance(saved, _SavedParts):
+            parts = {name: self._restored(part) for name, part in saved.parts.items()}
+            made: Tensor = saved.kind.__tensor_unflatten__(parts, *saved.rest)
+            return made
+        if isinstance(saved, _SavedWeight):
+            return self._parts[saved.part].copy.detach().as_strided(*saved.view)
+        return saved
 
 
 def memory_of(tensor: Tensor) -> int:
