@@ -449,8 +449,13 @@ class GPipeStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
-        sharded = self.options.sharding is not None
-        check_fit(callbacks, self.optimizers, split=processes.split, sharded=sharded)
+        check_fit(
+            callbacks,
+            self.optimizers,
+            split=processes.split,
+            sharded=self.options.sharding is not None,
+            on_host=bool(piped.pipeline.layout.away_from_weights),
+        )
         self._tries_sizes = any(isinstance(each, BatchSizeFinder) for each in callbacks)
         if self.options.save_distributed_checkpoint:
             refuse_in_parts(callbacks, self.checkpoint_io)

@@ -92,11 +92,21 @@ def check_fit(
     *,
     split: bool,
     sharded: bool = False,
+    on_host: bool = False,
 ) -> None:
-    """Refuse callbacks and optimizers that a pipeline, or one over processes, cannot honour."""
+    """Refuse callbacks and optimizers that a pipeline, or one over processes, cannot honour.
+
+    ``on_host`` tells that stages on devices have their weights in the memory of the host.
+    """
     for callback in callbacks:
         if split:
             _refuse_over_processes(callback)
+        if on_host and isinstance(callback, ModelPruning):
+            raise ValueError(
+                "ModelPruning multiplies each weight by a mask that is a buffer, so both must be "
+                "on one device: got weights='host', with buffers on devices. Write "
+                "weights='device', or prune once with torch.nn.utils.prune."
+            )
         _refuse_global_pruning(callback)
     for optimizer in optimizers:
         places = _devices_of(p for group in optimizer.param_groups for p in group["params"])

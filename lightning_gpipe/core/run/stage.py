@@ -28,6 +28,7 @@ from lightning_gpipe.core.layout import (
     HOST,
     Layout,
     Partition,
+    Slot,
     check_copies,
     check_whole,
     followed_slots,
@@ -135,6 +136,8 @@ class Stage:
         if has_shards(modules):
             layers = zip(self.partition.titles, self.partition.layers, strict=True)
             check_whole(layers, RuntimeError)
+        if self.on_host:
+            self._place_additions()
         self._check_placement()
 
     def shadows(
@@ -210,14 +213,30 @@ class Stage:
         self.titled = [(layer, f"{title} ({type(layer).__name__})") for title, layer in titles]
         self.watches = RowWatches(self.titled)
 
+    def _place_additions(self) -> None:
+        """Follow parameters that the user has added on the host; move buffers to the device."""
+        added: dict[Slot, nn.Parameter] = {}
+        for module in self.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.device == HOST:
+                    added[module, name] = parameter
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device == HOST:
+                    module._buffers[name] = buffer.to(self.device)
+        if new := added.keys() - self.followed:
+            homes = dict.fromkeys(added.values(), HOST)
+            check_copies(new, self.device, homes, on_host=True)
+            self.followed |= new
+
     def _check_placement(self) -> None:
         for module in self.modules:
             for name, parameter in module._parameters.items():
                 if parameter is None or parameter.device == self.device:
                     continue
                 if (module, name) not in self.followed:
+                    home = "the host (weights='host')" if self.on_host else self.device
                     raise RuntimeError(
-                        f"the parameters of {self} must stay on {self.device}: found {name!r} of "
+                        f"the parameters of {self} must stay on {home}: found {name!r} of "
                         f"{type(module).__name__} on {parameter.device}. Something moved or "
                         "replaced it after the pipeline was set up; the pipeline places its layers "
                         "itself, so remove calls such as .to() or .cuda() on them."
