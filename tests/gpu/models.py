@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe import GPipe
+
 GPU = "cuda:0"
 WIDTH = 32
 ON_GPU = [
@@ -54,6 +56,18 @@ def layers(*between: nn.Module) -> nn.Sequential:
 def batch(rows: int = 13, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 8, dtype=torch.float64, generator=generator)
+
+
+def on_host(*layers: nn.Module, chunks: int = 2, **options: Any) -> GPipe:
+    """A pipeline on one GPU with a stage for each layer, whose weights are on the host."""
+    return GPipe(
+        nn.Sequential(*layers),
+        [1] * len(layers),
+        devices=[GPU],
+        chunks=chunks,
+        weights="host",
+        **options,
+    )
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from lightning_gpipe import GPipe, GPipeStrategy
+from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.schedules import ActivationCheckpointing
-from tests.gpu.models import GPU, ON_GPU, assert_same
+from tests.gpu.models import GPU, ON_GPU, assert_same, on_host
 from tests.support.lightning_modules import Classifier, assert_same_weights, fitted
 
 pytestmark = ON_GPU
@@ -78,14 +78,7 @@ def step(module: nn.Module, layers: nn.Sequential, device: str, seed: int) -> Te
 def test_additions_between_steps(add: Callable[[Any], None], mode: ActivationCheckpointing) -> None:
     plain = layers()
     model = deepcopy(plain)
-    pipeline = GPipe(
-        model,
-        [1] * 4,
-        devices=[GPU],
-        chunks=3,
-        weights="host",
-        activation_checkpointing=mode,
-    )
+    pipeline = on_host(*model, chunks=3, activation_checkpointing=mode)
 
     for seed in range(4):
         if seed == 1:
@@ -101,7 +94,7 @@ def test_additions_between_steps(add: Callable[[Any], None], mode: ActivationChe
 
 def test_parameter_that_is_added_elsewhere() -> None:
     model = layers()
-    pipeline = GPipe(model, [1] * 4, devices=[GPU], chunks=3, weights="host")
+    pipeline = on_host(*model)
     model[1].register_parameter("gate", nn.Parameter(torch.zeros(WIDTH, device="meta")))
 
     with pytest.raises(RuntimeError) as error:

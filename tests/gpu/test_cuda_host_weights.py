@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gpipe import GPipe, GPipeStrategy
 from lightning_gpipe.core.layout import Weights
 from lightning_gpipe.core.schedules import ActivationCheckpointing
-from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers
+from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers, on_host
 from tests.gpu.trainers import needs
 from tests.support.device_memory import Limit
 from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, assert_same_weights, fitted
@@ -92,8 +92,7 @@ def test_model_four_times_as_large_as_all_devices(
 
 @pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="a GPU's blocks are larger")
 def test_stage_that_does_not_fit(limited: Limit) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 400), nn.Linear(400, 2))
-    pipeline = GPipe(model, [1] * 4, devices=[GPU], chunks=2, weights="host")
+    pipeline = on_host(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 400), nn.Linear(400, 2))
     x = torch.randn(4, 2, device=GPU)
     limited(0, torch.cuda.memory_allocated(0) + 3000)
 
@@ -173,7 +172,7 @@ def test_loss_for_each_micro_batch(
 
 
 def test_weights_come_twice_and_gradients_go_once(copied_bytes: dict[str, int]) -> None:
-    pipeline = GPipe(deep(6), [1] * 6, devices=[GPU], chunks=2, weights="host")
+    pipeline = on_host(*deep(6))
     x = torch.randn(4, SIDE, dtype=torch.float64, device=GPU)
 
     pipeline(x).sum().backward()
@@ -268,7 +267,7 @@ def test_backwards_of_two_mini_batches_at_once(weights: Weights) -> None:
 def test_gradients_that_the_user_asks_for() -> None:
     plain, model = deep(3), deep(3)
     x = torch.randn(4, SIDE, dtype=torch.float64)
-    pipeline = GPipe(model, [1] * 3, devices=[GPU], chunks=2, weights="host")
+    pipeline = on_host(*model)
 
     found = torch.autograd.grad(pipeline(x.to(GPU)).sum(), [*model.parameters()])
 
@@ -284,14 +283,7 @@ def test_backward_that_comes_without_the_weights() -> None:
             return self.kept * 2
 
     first = Keeps(8, 8)
-    pipeline = GPipe(
-        nn.Sequential(first, nn.Linear(8, 8), nn.Linear(8, 8)),
-        [1, 1, 1],
-        devices=[GPU],
-        chunks=2,
-        weights="host",
-        activation_checkpointing="never",
-    )
+    pipeline = on_host(first, nn.Linear(8, 8), nn.Linear(8, 8), activation_checkpointing="never")
     pipeline(torch.randn(4, 8, device=GPU, requires_grad=True))
 
     with pytest.raises(RuntimeError, match="weights are in the memory of the host"):
@@ -307,8 +299,7 @@ def test_tensors_that_layers_keep_of_weights_stay_as_they_are() -> None:
             return super().forward(x)
 
     first = Keeps(8, 8)
-    model = nn.Sequential(first, nn.Linear(8, 8), nn.Linear(8, 8))
-    pipeline = GPipe(model, [1, 1, 1], devices=[GPU], chunks=2, weights="host")
+    pipeline = on_host(first, nn.Linear(8, 8), nn.Linear(8, 8))
 
     pipeline(torch.randn(4, 8, device=GPU)).sum().backward()
 
@@ -328,15 +319,8 @@ def test_edit_of_a_weight_in_forward(stages: int, way: str, mode: ActivationChec
                     (self.weight if way == "in place" else self.weight.data).mul_(2)
             return super().forward(x.detach())
 
-    model = nn.Sequential(Edits(8, 8), *(nn.Linear(8, 8) for _ in range(stages)))
-    pipeline = GPipe(
-        model,
-        [1] * (stages + 1),
-        devices=[GPU],
-        chunks=2,
-        weights="host",
-        activation_checkpointing=mode,
-    )
+    others = (nn.Linear(8, 8) for _ in range(stages))
+    pipeline = on_host(Edits(8, 8), *others, activation_checkpointing=mode)
 
     with pytest.raises(RuntimeError, match=r"must not be .* layer 0\.weight"):
         pipeline(torch.randn(4, 8, device=GPU))

@@ -17,7 +17,7 @@ from lightning_gpipe import GPipe
 from lightning_gpipe.core.faithful import parts_of
 from lightning_gpipe.core.layout import Weights
 from lightning_gpipe.core.schedules import ActivationCheckpointing
-from tests.gpu.models import GPU, ON_GPU, assert_same
+from tests.gpu.models import GPU, ON_GPU, assert_same, on_host
 from tests.support.device_memory import Limit
 from tests.support.quantised import Adapted, OfTwo, TakesScale, WithScale, quantised, scaled
 
@@ -134,7 +134,7 @@ def test_adapters_train_as_on_one_device(kind: Kind, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", [WithScale, OfTwo])
 def test_weights_go_as_they_are(kind: Kind, copied_bytes: dict[str, int]) -> None:
-    pipeline = GPipe(adapted(kind, 6), [1] * 6, devices=[GPU], chunks=2, weights="host")
+    pipeline = on_host(*adapted(kind, 6))
     x = torch.randn(4, WIDTH, dtype=torch.float64, device=GPU)
 
     pipeline(x).sum().backward()
@@ -157,14 +157,7 @@ def test_model_larger_than_the_device(
 ) -> None:
     stages = 64
     plain = adapted(kind, stages)
-    pipeline = GPipe(
-        deepcopy(plain),
-        [1] * stages,
-        devices=[GPU],
-        chunks=1,
-        weights="host",
-        activation_checkpointing=mode,
-    )
+    pipeline = on_host(*deepcopy(plain), chunks=1, activation_checkpointing=mode)
     limited(0, torch.cuda.memory_allocated(0) + stages * QUANTISED // 2)
 
     assert_same(steps(pipeline, GPU, rows=1), steps(plain, "cpu", rows=1))
@@ -185,14 +178,7 @@ def of_two(layers: int, *, trained: bool) -> nn.Sequential:
 def test_what_autograd_saves_of_a_weight_made_of_tensors(limited: Limit, trained: bool) -> None:
     stages = 32
     plain = of_two(stages, trained=trained)
-    pipeline = GPipe(
-        of_two(stages, trained=trained),
-        [1] * stages,
-        devices=[GPU],
-        chunks=1,
-        weights="host",
-        activation_checkpointing="never",
-    )
+    pipeline = on_host(*of_two(stages, trained=trained), chunks=1, activation_checkpointing="never")
     limited(0, torch.cuda.memory_allocated(0) + stages * 2 * 8 * WIDTH**2 // 4)
     x = torch.randn(2, WIDTH, dtype=torch.float64)
 
@@ -213,14 +199,7 @@ def test_what_autograd_saves_of_a_weight_made_of_tensors(limited: Limit, trained
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_layer_that_takes_the_scale_from_its_weight(mode: ActivationCheckpointing) -> None:
     """As bitsandbytes does in 8 bits: the layer would go on with what has left the device."""
-    pipeline = GPipe(
-        adapted(TakesScale, 3),
-        [1] * 3,
-        devices=[GPU],
-        chunks=2,
-        weights="host",
-        activation_checkpointing=mode,
-    )
+    pipeline = on_host(*adapted(TakesScale, 3), activation_checkpointing=mode)
 
     with pytest.raises(RuntimeError, match=EDIT):
         pipeline(torch.randn(4, WIDTH, dtype=torch.float64, device=GPU))
@@ -232,7 +211,7 @@ def test_edit_of_a_scale_in_forward() -> None:
             self.weight.scale.mul_(2)
             return super().forward(x)
 
-    pipeline = GPipe(adapted(Edits, 3), [1] * 3, devices=[GPU], chunks=2, weights="host")
+    pipeline = on_host(*adapted(Edits, 3))
 
     with pytest.raises(RuntimeError, match=EDIT):
         pipeline(torch.randn(4, WIDTH, dtype=torch.float64, device=GPU))
