@@ -107,6 +107,15 @@ def test_parameter_that_is_added_elsewhere() -> None:
     )
 
 
+def test_parameter_that_cannot_come_and_go() -> None:
+    model = layers()
+    pipeline = on_host(*model)
+    model[1].register_parameter("gate", nn.Parameter(torch.eye(WIDTH).to_sparse()))
+
+    with pytest.raises(ValueError, match="must be dense.* got gate of a Gated, a Parameter"):
+        pipeline(torch.randn(6, WIDTH, dtype=torch.float64, device=GPU))
+
+
 class Pruned(Classifier):
     """Prunes a layer before the second epoch."""
 

@@ -10,7 +10,7 @@ import os
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -212,6 +212,36 @@ def test_shared_and_frozen_weights() -> None:
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None:
             assert_same(one.grad, other.grad)
+
+
+class Own(nn.Parameter):
+    """A parameter whose class defines operators, and records them."""
+
+    called: ClassVar[set[Any]] = set()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.called.add(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_weights_do_not_move_by_operators_of_their_class(mode: ActivationCheckpointing) -> None:
+    model, plain = deep(4), deep(4)
+    for layer in model:
+        layer.register_parameter("weight", Own(layer.get_parameter("weight").detach()))
+    pipeline = on_host(*model, activation_checkpointing=mode)
+    x = torch.randn(4, SIDE, dtype=torch.float64)
+    Own.called.clear()  # those of nn.Module.to
+
+    pipeline(x.to(GPU)).square().sum().backward()
+    plain(x).square().sum().backward()
+
+    assert not Own.called & {Tensor.detach, Tensor.to, Tensor.copy_, torch.empty_like}
+    assert nn.functional.linear in Own.called
+    assert_same(gradients(model), gradients(plain))
+    assert {type(layer.get_parameter("weight")) for layer in model} == {Own}
 
 
 @pytest.mark.parametrize("weights", ["device", "host"])

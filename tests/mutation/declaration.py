@@ -83,6 +83,7 @@ PROMISES = {
     "faithful/random/generators.py": "reproducibility draws_in_backward",
     "faithful/random/private_generators.py": "reproducibility untagged_operators draws_in_backward",
     "faithful/layers/batch_dimension.py": "batch_dimension",
+    "faithful/parameter_leaves.py": "quantised_layers tied_weights parameters",
     "faithful/parameter_slots.py": "parameters_in_steps",
     "faithful/shadow.py": "parameters interrupts tied_weights",
     "faithful/state/stage_state.py": "state_of_layers parameters_edited_in_forward",

@@ -25,6 +25,9 @@ from lightning_gpipe.core.run.host.side_copies import SideCopies
 from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.run.stage import Stage
 
+# The operators that the class of a weight defines are for its layer, not for moves.
+_plain_operators = torch._C.DisableTorchFunctionSubclass
+
 
 class _SavedWeight(NamedTuple):
     """A tensor that autograd saves, as a view of the values of a weight."""
@@ -64,13 +67,14 @@ class HostWeights:
     def load(self) -> None:
         """Begin to copy the weights to the device, beside what it computes."""
         try:
-            for _, at_home, copy in self._parts:
-                copy.data = torch.empty_like(at_home, device=self._device, requires_grad=False)
+            with _plain_operators():
+                for _, at_home, copy in self._parts:
+                    copy.data = torch.empty_like(at_home, device=self._device, requires_grad=False)
         except torch.OutOfMemoryError as error:
             add_note(error, f"raised in loading the weights of {self._stage}")
             raise
         self._weight_of = {memory_of(part.copy): k for k, part in enumerate(self._parts)}
-        with self._copies.beside("to the device"):
+        with _plain_operators(), self._copies.beside("to the device"):
             for _, at_home, copy in self._parts:
                 copy.data.copy_(at_home.detach(), non_blocking=True)
         self._coming = self._copies.latest
@@ -88,8 +92,9 @@ class HostWeights:
         if self._examined:
             self._left.append((self._loaded, self._checksums()))
         self._weight_of = {}
-        for _, at_home, copy in self._parts:
-            copy.data = placeholder(at_home, self._device)
+        with _plain_operators():
+            for _, at_home, copy in self._parts:
+                copy.data = placeholder(at_home, self._device)
 
     def take_edited(self) -> Tensor | None:
         """Return a weight that was edited on the device, if it was looked for and there is one."""
@@ -104,7 +109,8 @@ class HostWeights:
         return None
 
     def _checksums(self) -> list[Tensor]:
-        return [checksums(part.copy.detach()) for part in self._parts]
+        with _plain_operators():
+            return [checksums(part.copy.detach()) for part in self._parts]
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return hooks with which autograd saves no weights, and what is none with ``hooks``."""
@@ -161,7 +167,8 @@ class HostWeights:
             made: Tensor = saved.kind.__tensor_unflatten__(parts, *saved.rest)
             return made
         if isinstance(saved, _SavedWeight):
-            return self._parts[saved.part].copy.detach().as_strided(*saved.view)
+            with _plain_operators():
+                return self._parts[saved.part].copy.detach().as_strided(*saved.view)
         return saved
 
 
