@@ -16,6 +16,7 @@ from lightning_gpipe.core.faithful.parameter_leaves import (
     leaf_like,
     parts_of,
     placeholder,
+    value_on,
 )
 from tests.support.quantised import Composed, scaled
 
@@ -82,6 +83,30 @@ def test_attributes_that_are_on_the_device_are_shared() -> None:
     weight = with_state()
 
     assert vars(copy_like(weight, False, CPU)) is vars(weight)
+
+
+def test_mark_on_a_plain_parameter_is_not_copied() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    vars(weight)["mark"] = torch.ones(2)
+
+    copy = copy_like(weight, True, META)
+
+    assert copy.is_meta
+    assert vars(copy) is vars(weight)
+
+
+class Untouched(nn.Parameter):
+    """A parameter whose class defines operators for its layer."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_values_are_copied_by_plain_operators() -> None:
+    weight = Untouched(torch.ones(2))
+
+    assert torch.equal(value_on(weight, CPU), torch.ones(2))
 
 
 def test_attributes_elsewhere_stay_there() -> None:

@@ -92,9 +92,8 @@ class HostWeights:
         if self._examined:
             self._left.append((self._loaded, self._checksums()))
         self._weight_of = {}
-        with _plain_operators():
-            for _, at_home, copy in self._parts:
-                copy.data = placeholder(at_home, self._device)
+        for _, at_home, copy in self._parts:
+            copy.data = placeholder(at_home, self._device)
 
     def take_edited(self) -> Tensor | None:
         """Return a weight that was edited on the device, if it was looked for and there is one."""
