@@ -7,6 +7,7 @@ What a worker moves, and when: ``host/weights``, ``host/side_copies``, ``host/me
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
