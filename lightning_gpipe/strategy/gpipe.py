@@ -108,7 +108,9 @@ class GPipeStrategy(ParallelStrategy):
             devices wait less, and ``"zero_bubble_v"`` with two stages on each device, down the
             devices and back, for less still; with those, ``"v_half"`` and ``"v_min"`` keep a half
             and a third of the activations of ``"1f1b"``. ``"auto"`` plans it, as ``chunks``, among
-            those that training_step allows, without the last three.
+            those that training_step allows, without the last three. A list for each stage, as in
+            ``[[0, 3], [1, 2]]``, is a schedule of your own, for which training_step is called as
+            with ``"1f1b"``: see :meth:`lightning_gpipe.GPipe.by_micro_batch`.
         activation_checkpointing: The micro-batches that are recomputed, by all stages or, as a list
             of numbers, by each. None is ``"except_last"``, and ``"never"`` for schedules other
             than fill-drain.
@@ -181,7 +183,7 @@ class GPipeStrategy(ParallelStrategy):
         chunks: int | Literal["auto"] | None = None,
         *,
         module: str | list[str] | None = None,
-        schedule: ScheduleName | Literal["auto"] = "fill_drain",
+        schedule: ScheduleName | Literal["auto"] | list[list[int]] = "fill_drain",
         activation_checkpointing: Literal["always", "except_last", "never", "auto"]
         | int
         | list[int]
@@ -378,7 +380,7 @@ class GPipeStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         if self._piped is not None:
             return self._piped.pipeline.layout.outside
-        first = self.options.around == "first" or self.options.folded
+        first = self.options.around == "first" or self._processes.folded
         return self._processes.own_devices[0 if first else -1]
 
     def set_world_ranks(self) -> None:

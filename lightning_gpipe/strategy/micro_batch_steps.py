@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import version_of
 from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping
-from lightning_gpipe.core.schedules import ByMicroBatch
+from lightning_gpipe.core.schedules import Block, ByMicroBatch
 from lightning_gpipe.core.verify import verify_step, verify_step_sample
 from lightning_gpipe.strategy.pipelined import report
 from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
@@ -35,7 +35,7 @@ class MicroBatchSteps:
     """Runs training_step for each micro-batch.
 
     Args:
-        schedule: The schedule's name, other than ``"fill_drain"``.
+        schedule: The schedule, other than ``"fill_drain"``.
         module: The LightningModule.
         pipeline: The pipeline in it.
         verify: Whether to verify the first batch, or a few rows of it.
@@ -47,7 +47,7 @@ class MicroBatchSteps:
 
     def __init__(
         self,
-        schedule: ByMicroBatch,
+        schedule: ByMicroBatch | Block,
         module: L.LightningModule,
         pipeline: GPipe,
         verify: bool | Literal["sample"],

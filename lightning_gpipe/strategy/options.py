@@ -18,11 +18,12 @@ from lightning_gpipe.core.layout import Around, Weights, check_around, check_bal
 from lightning_gpipe.core.pipeline import CRITERIA, Requested, balance_of_each, is_criterion
 from lightning_gpipe.core.run import Threads, check_threads, greenlets
 from lightning_gpipe.core.schedules import (
-    SCHEDULES,
     ActivationCheckpointing,
-    ScheduleName,
+    AnySchedule,
+    as_block,
     check_schedule_name,
     is_by_micro_batch,
+    is_folded,
 )
 from lightning_gpipe.distributed import Mode
 from lightning_gpipe.strategy.compilation import check_compile
@@ -45,7 +46,7 @@ class StrategyOptions:
     balance: Any
     chunks: int | Literal["auto"] | None
     module: str | list[str] | None
-    schedule: ScheduleName | Literal["auto"]
+    schedule: AnySchedule | Literal["auto"]
     activation_checkpointing: ActivationCheckpointing | Literal["auto"] | None
     deferred_batch_norm: bool
     microbatching: MicroBatching | None
@@ -69,7 +70,10 @@ class StrategyOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> StrategyOptions:
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        given = {field.name: values[field.name] for field in fields(cls)}
+        if not isinstance(schedule := given["schedule"], str):
+            given["schedule"] = as_block(schedule)
+        return cls(**given)
 
     def __post_init__(self) -> None:
         self._check_processes()
@@ -102,10 +106,9 @@ class StrategyOptions:
             return "auto"
         return "never" if is_by_micro_batch(self.schedule) else "except_last"
 
-    @property
-    def folded(self) -> bool:
-        """True if the stages go down the devices and back, so that the last is on the first."""
-        return self.schedule != "auto" and SCHEDULES[self.schedule].folded
+    def folded(self, workers: int) -> bool:
+        """Return True if the stages go down so many devices and back: the last is on the first."""
+        return self.schedule != "auto" and is_folded(self.schedule, workers)
 
     @property
     def verified(self) -> bool | Literal["sample"]:
@@ -116,7 +119,7 @@ class StrategyOptions:
         """Return the options, which must be the same in all processes."""
         return {**vars(self), "activation_checkpointing": self.checkpointing}
 
-    def requested(self, chunks: int, schedule: ScheduleName | Literal["auto"]) -> Requested:
+    def requested(self, chunks: int, schedule: AnySchedule | Literal["auto"]) -> Requested:
         """Return the options that may be planned.
 
         Args:

@@ -145,7 +145,7 @@ class PipelinedModule:
             threads=settings.threads,
             split_backward=choice.split_backward,
             around=settings.around,
-            folded=settings.folded,
+            folded=settings.folded(len(devices)),
             weights=choice.weights,
             offload_activations=choice.offload_activations,
             **processes.of_pipeline(),

@@ -105,9 +105,14 @@ class Processes:
         return self._arrangement().in_each_pipeline > _ALL
 
     @property
+    def folded(self) -> bool:
+        """True if the stages go down the devices of the pipeline and back."""
+        return self.options.folded(self._nodes * len(self.devices) // self.options.replicas)
+
+    @property
     def arrangement(self) -> Arrangement:
         # Stages that go down the devices and back have the last one with the first anyway.
-        return self._arrangement(last_first=self.at_last and not self.options.folded)
+        return self._arrangement(last_first=self.at_last and not self.folded)
 
     def _arrangement(self, *, last_first: bool = False) -> Arrangement:
         options, devices = self.options, len(self.devices)

@@ -97,6 +97,16 @@ def test_schedule(tmp_path: Path) -> None:
     assert_same_weights(cli.trainer, fitted(tmp_path))
 
 
+def test_schedule_that_is_a_block(tmp_path: Path) -> None:
+    init_args = {"balance": [2, 4], "chunks": 3, "schedule": [[0, 3], [1, 2]]}
+    strategy = {"class_path": STRATEGY["class_path"], "init_args": init_args}
+
+    cli = main(["fit", "--config", config(tmp_path, strategy)])
+
+    assert "schedule=((0, 3), (1, 2))" in repr(strategy_of(cli))
+    assert_same_weights(cli.trainer, fitted(tmp_path))
+
+
 def test_schedule_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--config", config(tmp_path, STRATEGY), "--trainer.strategy.schedule=2f2b"])

@@ -21,7 +21,7 @@ from lightning_gpipe import GPipeStrategy
 from tests.lightning.test_processes import checkpoint
 from tests.lightning.test_replicas import PLACES, Halves, Logging, result
 from tests.lightning.test_schedules import Embedded, Record
-from tests.lightning.test_schedules_over_processes import balance_of
+from tests.lightning.test_schedules_over_processes import FOLDED, balance_of
 from tests.promises.test_drawn_fits import numbers
 from tests.support.lightning_modules import Classifier, Data, six_layers, trainer
 from tests.support.models import assert_same
@@ -132,13 +132,14 @@ def fit(
         ("per_stage", "fill_drain", "tied", {"accumulate_grad_batches": 2}),
         ("per_stage", "zero_bubble", "plain", {"precision": "bf16-mixed"}),
         ("per_stage", "zero_bubble_v", "everything", {"gradient_clip_val": 0.05}),
+        ("per_stage", FOLDED, "everything", {}),
     ],
 )
 def test_fit(
     tmp_path: Path,
     two_ranks: Pool,
     mode: str,
-    schedule: str,
+    schedule: Any,
     name: str,
     options: dict[str, Any],
 ) -> None:

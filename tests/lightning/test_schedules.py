@@ -33,9 +33,14 @@ from tests.support.lightning_modules import (
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
+# Blocks of three stages, and of six on three devices.
+ONE_EACH = [[0, 5], [1, 4], [2, 3]]
+FOLDED = [[1, 23, 24], [2, 21, 25], [3, 20, 23], [4, 19, 24], [6, 17, 22], [8, 10, 21]]
+
+
 def piped(**options: Any) -> dict[str, Any]:
     """The Trainer's arguments for three stages and a loss for each of four micro-batches."""
-    folded = options.get("schedule") in ("zero_bubble_v", "v_half", "v_min")
+    folded = options.get("schedule") in ("zero_bubble_v", "v_half", "v_min", FOLDED)
     balance = [1] * 6 if folded else [2, 2, 2]
     return {
         "strategy": GPipeStrategy(balance, 4, **({"schedule": "1f1b"} | options)),
@@ -125,6 +130,8 @@ class Record(Callback):
         (Embedded, {"schedule": "zero_bubble_v"}),
         (Embedded, {"schedule": "v_half"}),
         (Embedded, {"schedule": "v_min"}),
+        (Embedded, {"schedule": ONE_EACH}),
+        (Embedded, {"schedule": FOLDED}),
         (Lbfgs, {}),
         (Clipping, {}),
     ],
@@ -136,6 +143,8 @@ class Record(Callback):
         "zero bubble, V",
         "V-Half",
         "V-Min",
+        "block",
+        "block, V",
         "LBFGS",
         "hooks",
     ],

@@ -38,8 +38,12 @@ class Dropping(Embedded):
 MODELS = {"dropping": Dropping, "padded": Padded}
 
 
-def balance_of(schedule: str, mode: str) -> list[int]:
-    stages = MODES[mode][0] * (2 if schedule == "zero_bubble_v" else 1)
+# A block of four stages that go down two devices and back.
+FOLDED = [[0, 9], [1, 8], [2, 7], [3, 6]]
+
+
+def balance_of(schedule: Any, mode: str) -> list[int]:
+    stages = MODES[mode][0] * (2 if schedule in ("zero_bubble_v", FOLDED) else 1)
     return [6 // stages + (k < 6 % stages) for k in range(stages)]
 
 
@@ -79,14 +83,15 @@ def fit(
         ("per_stage", "zero_bubble", "dropping", {"gradient_clip_val": 0.05}),
         ("per_stage", "zero_bubble_v", "dropping", {"precision": "bf16-mixed"}),
         ("per_node", "1f1b", "padded", {}),
+        ("per_stage", FOLDED, "dropping", {}),
     ],
-    ids=["1f1b", "per node", "zero bubble", "zero bubble, V", "padded"],
+    ids=["1f1b", "per node", "zero bubble", "zero bubble, V", "padded", "block, V"],
 )
 def test_fit(
     tmp_path: Path,
     two_ranks: Pool,
     mode: str,
-    schedule: str,
+    schedule: Any,
     name: str,
     options: dict[str, Any],
 ) -> None:

@@ -10,6 +10,7 @@ Here are also the tests of ``pipeline/micro_batch_steps``, ``step_minibatch`` an
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from random import Random
 from threading import Event
 from typing import Any, get_args
 
@@ -22,7 +23,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.data.pytree import map_tensors, tree_flatten
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.schedules import SCHEDULES, ByMicroBatch
+from lightning_gpipe.core.schedules import (
+    SCHEDULES,
+    Block,
+    ByMicroBatch,
+    folded,
+    is_folded,
+    looped,
+)
+from tests.support.blocks import drawn_block
 from tests.support.drawn import Reference, count_calls, split
 from tests.support.grammar import Case, cases, drawing_models, models
 from tests.support.live_activations import peak_live
@@ -124,7 +133,7 @@ def check(case: Case, around: Around) -> None:
             deferred_batch_norm=False,
             threads=case.threads,
             split_backward=case.split,
-            folded=SCHEDULES[schedule_of(case)].folded,
+            folded=folds(case),
         )
         actual = step_with(pipeline, scales, module, case, around)
         plain = step_with(reference.module, others, reference.module, case, around)
@@ -169,16 +178,26 @@ def chunks_of(case: Case) -> int:
     return -(-case.chunks // case.devices) * case.devices if interleaved else case.chunks
 
 
-def schedule_of(case: Case) -> ByMicroBatch:
-    """Any that there is for its stages; half of those with split backwards."""
+def schedule_of(case: Case) -> ByMicroBatch | Block:
+    """Any that there is for its stages; half of those with split backwards, a third by a block."""
+    n, workers = len(case.balance), case.devices
+    if case.seed % 3 == 0:
+        placement = folded(n, workers) if n == 2 * workers else looped(n, workers)
+        return drawn_block(placement, Random(case.seed), split=case.seed % 2 == 0)
     if not (case.split and case.seed % 2):
         return "1f1b"
     of_size: dict[float, list[ByMicroBatch]] = {
         1: ["zero_bubble"],
         2: [name for name in get_args(ByMicroBatch) if SCHEDULES[name].folded],
     }
-    possible = of_size.get(len(case.balance) / case.devices, ["1f1b"])
+    possible = of_size.get(n / workers, ["1f1b"])
     return possible[case.seed // 2 % len(possible)]
+
+
+def folds(case: Case) -> bool:
+    """Return True if its stages go down the devices and back, two on each."""
+    twice = len(case.balance) == 2 * case.devices
+    return twice and is_folded(schedule_of(case), case.devices)
 
 
 def whole(plain: Callable[[Tensor], dict[str, Any]], x: Tensor, sizes: list[int]) -> Tensor:

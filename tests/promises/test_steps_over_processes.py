@@ -23,6 +23,7 @@ from tests.promises.test_steps_by_micro_batch import (
     Scales,
     around,
     chunks_of,
+    folds,
     schedule_of,
     step_with,
     steps,
@@ -76,7 +77,7 @@ def run_drawn(case: Case, outside: Around, owners: Owners | None) -> Came:
         deferred_batch_norm=case.deferred,
         threads=case.threads,
         split_backward=case.split,
-        folded=SCHEDULES[schedule_of(case)].folded,
+        folded=folds(case),
         **processes(owners),
     )
     step = step_with(pipeline, scales, module, case, outside)

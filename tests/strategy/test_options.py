@@ -29,6 +29,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation_checkpointing": 1.5}, TypeError, "activation_checkpointing.*got 1.5"),
     ({"schedule": "2f2b"}, ValueError, "schedule must be one of"),
     ({"schedule": "zero_bubble_v", "chunks": "auto"}, ValueError, "is not planned"),
+    ({"schedule": [[0, 3], [1]]}, ValueError, r"or a block: .* got \[\[0, 3\], \[1\]\]"),
+    ({"schedule": [[0, 3], [1, 2]], "chunks": "auto"}, ValueError, "is not planned"),
     ({"split_backward": "some"}, ValueError, "split_backward must be"),
     ({"processes": "threads"}, ValueError, "processes must be one of 'single'.*got 'threads'"),
     ({"start_method": "thread"}, ValueError, "start_method must be one of 'popen'.*got 'thread'"),

@@ -278,7 +278,7 @@ class GPipe(StandIn):
         step: Callable[[Any], Any],
         batch: Any,
         *,
-        schedule: ByMicroBatch = "1f1b",
+        schedule: ByMicroBatch | Sequence[Sequence[int]] = "1f1b",
         around: nn.Module | None = None,
         scale: float | Tensor = 1.0,
     ) -> Outcome:
@@ -303,6 +303,9 @@ class GPipe(StandIn):
                 interleaved if devices have several stages; ``"zero_bubble"``, with at most n of
                 them, split backwards, and a device for each stage; or, on stages that are
                 ``folded``, ``"zero_bubble_v"``, or with less memory ``"v_half"`` and ``"v_min"``.
+                Or a block, which any of them may be: for each stage the starts of forward and
+                backward of the first micro-batch in clock cycles, and of the gradients of the
+                weights where backwards are split. ``[[0, 3], [1, 2]]`` is 1F1B on two devices.
             around: A module with all modules that the step uses around the model; None if it uses
                 none.
             scale: The factor of gradients while they are computed, as of a gradient scaler.

@@ -13,7 +13,9 @@ from lightning_gpipe.core.data import Division, copy_marks, map_tensors, tree_fl
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.run import Losses, greenlets
 from lightning_gpipe.core.schedules import (
+    Block,
     ByMicroBatch,
+    as_block,
     check_by_micro_batch,
     schedule_for,
 )
@@ -46,11 +48,14 @@ class MicroBatchStepping:
         ModuleNotFoundError: If greenlet is not installed.
     """
 
-    def __init__(self, pipeline: Pipeline, schedule: ByMicroBatch) -> None:
-        check_by_micro_batch(schedule, pipeline.chunks, pipeline.layout.placement)
+    def __init__(
+        self, pipeline: Pipeline, schedule: ByMicroBatch | Sequence[Sequence[int]]
+    ) -> None:
+        own: ByMicroBatch | Block = schedule if isinstance(schedule, str) else as_block(schedule)
+        check_by_micro_batch(own, pipeline.chunks, pipeline.layout.placement)
         greenlets()
         self._pipeline = pipeline
-        self._schedule = schedule
+        self._schedule = own
 
     def run(
         self,

@@ -25,11 +25,12 @@ from lightning_gpipe.core.schedules.recompute import (
     recomputed_by_stage,
 )
 from lightning_gpipe.core.schedules.schedule import Schedule
+from lightning_gpipe.core.schedules.schedule_blocks import Block, as_block
 from lightning_gpipe.core.schedules.table import (
-    ALWAYS_SPLIT,
     FILL_DRAIN,
     KINDS,
     SCHEDULES,
+    AnySchedule,
     ByMicroBatch,
     ScheduleKind,
     ScheduleName,
@@ -38,19 +39,21 @@ from lightning_gpipe.core.schedules.table import (
     check_schedule_name,
     fill_drain,
     is_by_micro_batch,
+    is_folded,
     kind_of,
     kinds_for,
     schedule_for,
 )
 
 __all__ = [
-    "ALWAYS_SPLIT",
     "CALLER",
     "FILL_DRAIN",
     "KINDS",
     "SCHEDULES",
     "Action",
     "ActivationCheckpointing",
+    "AnySchedule",
+    "Block",
     "ByMicroBatch",
     "Kind",
     "Pattern",
@@ -62,6 +65,7 @@ __all__ = [
     "Visit",
     "WeightMoves",
     "activation_moves",
+    "as_block",
     "check_activation_checkpointing",
     "check_by_micro_batch",
     "check_planned",
@@ -70,6 +74,7 @@ __all__ = [
     "fill_drain",
     "folded",
     "is_by_micro_batch",
+    "is_folded",
     "kind_of",
     "kinds_for",
     "looped",

@@ -31,11 +31,12 @@ are complete, after its last backward (G), beside what is left of the schedule::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
 
 from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors, successor
+from lightning_gpipe.core.schedules.schedule_blocks import Block
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Schedule:
         caller: The actions of the caller while the only phase runs, in order; empty if its code
             runs before, between and after the phases.
         whole: The schedule with all actions of the caller, if those here are only some of them.
+        block: The block that the user wrote, if it is one.
     """
 
     m: int
@@ -91,6 +93,7 @@ class Schedule:
     phases: tuple[tuple[Row, ...], ...]
     caller: Row = ()
     whole: Schedule | None = None
+    block: Block | None = field(default=None, compare=False)
 
     @property
     def n(self) -> int:

@@ -1,7 +1,8 @@
 """The table of schedules.
 
 An entry has all that the rest of the package asks of a schedule. So a new one is a function of the
-rows of its workers, an entry in ``SCHEDULES`` and a name in ``ScheduleName``.
+rows of its workers, an entry in ``SCHEDULES`` and a name in ``ScheduleName``. A block of a user has
+an entry too, which :func:`definition_of` makes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ from lightning_gpipe.core.schedules.patterns import (
 )
 from lightning_gpipe.core.schedules.placement import check_folded
 from lightning_gpipe.core.schedules.schedule import Schedule
-from lightning_gpipe.core.schedules.v_shaped import v_half_rows, v_min_rows
+from lightning_gpipe.core.schedules.schedule_blocks import (
+    Block,
+    block_rows,
+    check_block,
+    has_weights,
+)
+from lightning_gpipe.core.schedules.v_shaped import v_half, v_min
 from lightning_gpipe.core.schedules.zero_bubble_v import zero_bubble_v_rows
 
 # Literals, for the types of arguments; a test compares them with the table.
 ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble", "zero_bubble_v", "v_half", "v_min"]
 ByMicroBatch = Literal["1f1b", "zero_bubble", "zero_bubble_v", "v_half", "v_min"]
+
+AnySchedule = ScheduleName | Block  # the user's, by its name or written out
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,8 @@ class ScheduleDefinition:
     Attributes:
         patterns: Returns the row of each worker in brief, of the number of micro-batches and the
             worker of each stage; None if rows are no patterns, so that the schedule is not planned.
-        rows: Returns the row of each worker, where there are no patterns; gets also the number of
+        block: Returns the block of the number of workers, if the schedule is one.
+        rows: Returns the row of each worker, where there is neither; gets also the number of
             micro-batches that each stage recomputes.
         check: Raises a ValueError if the schedule cannot run with a number of micro-batches and a
             placement.
@@ -51,6 +61,7 @@ class ScheduleDefinition:
     """
 
     patterns: Callable[[int, Sequence[int]], Sequence[Pattern]] | None = None
+    block: Callable[[int], Block] | None = None
     rows: Callable[[int, Sequence[int], Sequence[int]], tuple[Row, ...]] | None = None
     check: Callable[[int, Sequence[int]], None] = lambda m, placement: None
     folded: bool = False
@@ -69,28 +80,52 @@ SCHEDULES: Mapping[str, ScheduleDefinition] = {
     "zero_bubble": ScheduleDefinition(
         zero_bubble_patterns, check=check_zero_bubble, always_split=True, defers_weights=True
     ),
+    "zero_bubble_v": ScheduleDefinition(
+        rows=zero_bubble_v_rows,
+        check=partial(check_folded, "zero_bubble_v"),
+        folded=True,
+        always_split=True,
+    ),
     **{
         name: ScheduleDefinition(
-            rows=rows, check=partial(check_folded, name), folded=True, always_split=True
+            block=block, check=partial(check_folded, name), folded=True, always_split=True
         )
-        for name, rows in (
-            ("zero_bubble_v", zero_bubble_v_rows),
-            ("v_half", v_half_rows),
-            ("v_min", v_min_rows),
-        )
+        for name, block in (("v_half", v_half), ("v_min", v_min))
     },
 }
-ALWAYS_SPLIT = tuple(name for name, each in SCHEDULES.items() if each.always_split)
 
 
-def is_by_micro_batch(name: str) -> TypeGuard[ByMicroBatch]:
+def definition_of(schedule: AnySchedule) -> ScheduleDefinition:
+    """Return the entry of a name, or of a block, whose placement :func:`is_folded` tells."""
+    if isinstance(schedule, str):
+        return SCHEDULES[schedule]
+    return ScheduleDefinition(
+        block=lambda workers: schedule,
+        check=partial(check_block, schedule),
+        always_split=has_weights(schedule),
+    )
+
+
+def is_folded(schedule: AnySchedule, workers: int) -> bool:
+    """Return True if the stages go down the devices and back, two on each.
+
+    Those of a block do if there are more of them than devices.
+    """
+    if isinstance(schedule, str):
+        return SCHEDULES[schedule].folded
+    return len(schedule) > workers
+
+
+def is_by_micro_batch(schedule: str | Block) -> TypeGuard[ByMicroBatch | Block]:
     """Return True for a schedule in which each micro-batch has a loss of its own."""
-    return name in SCHEDULES and SCHEDULES[name].by_micro_batch
+    if isinstance(schedule, str):
+        return schedule in SCHEDULES and SCHEDULES[schedule].by_micro_batch
+    return True
 
 
 @lru_cache(maxsize=256)
 def schedule_for(
-    name: ScheduleName,
+    schedule: AnySchedule,
     m: int,
     placement: tuple[int, ...],
     *,
@@ -100,25 +135,30 @@ def schedule_for(
     """Return the schedule of one mini-batch, with ``m`` micro-batches.
 
     Args:
-        name: The name of the schedule, which must fit the placement.
+        schedule: The name of the schedule, or a block, which must fit the placement.
         m: The number of micro-batches; a short mini-batch may have fewer than others.
         placement: The worker of each stage.
         recomputed: An integer k: the first k micro-batches drop their activations; or one for each
             stage.
         split: Whether the gradients of the weights are an action of their own.
     """
-    definition = SCHEDULES[name]
+    definition = definition_of(schedule)
     if isinstance(recomputed, int):
         recomputed = (recomputed,) * len(placement)
     rows: tuple[Row, ...]
+    split = split or definition.always_split
     if definition.patterns is not None:
-        patterns, split = definition.patterns(m, placement), split or definition.always_split
+        patterns = definition.patterns(m, placement)
         rows = tuple(tuple(pattern.actions(recomputed, split=split)) for pattern in patterns)
+    elif definition.block is not None:
+        block = definition.block(1 + max(placement))
+        rows = block_rows(block, m, placement, recomputed, split=split)
     else:
-        assert definition.rows is not None, "an entry has patterns or rows"
+        assert definition.rows is not None, "an entry has patterns, a block or rows"
         rows = definition.rows(m, placement, recomputed)
     if definition.by_micro_batch:
-        return with_caller(Schedule(m, placement, (rows,)))
+        written = None if isinstance(schedule, str) else schedule
+        return with_caller(Schedule(m, placement, (rows,), block=written))
     fill, drain = (
         tuple(tuple(a for a in row if (a.kind is Kind.FORWARD) == forward) for row in rows)
         for forward in (True, False)
@@ -130,14 +170,19 @@ fill_drain = partial(schedule_for, "fill_drain")  # of a mini-batch with one los
 
 
 class ScheduleKind(NamedTuple):
-    """The name of a schedule of the table, and whether its backwards are split."""
+    """A schedule, by its name or as a block, and whether its backwards are split."""
 
-    schedule: ScheduleName = "fill_drain"
+    schedule: AnySchedule = "fill_drain"
     split: bool = False
+
+    @classmethod
+    def of(cls, schedule: AnySchedule, *, split: bool) -> ScheduleKind:
+        """Return the kind of the user's arguments; some schedules are always split."""
+        return cls(schedule, split or definition_of(schedule).always_split)
 
     @property
     def definition(self) -> ScheduleDefinition:
-        return SCHEDULES[self.schedule]
+        return definition_of(self.schedule)
 
     @property
     def by_micro_batch(self) -> bool:
@@ -195,31 +240,33 @@ def kind_of(schedule: Schedule) -> ScheduleKind:
     m, placement, recomputed = schedule.m, schedule.placement, schedule.numbers_recomputed
     if not schedule.caller:
         return ScheduleKind(split=schedule.split)
+    if schedule.block is not None:
+        return ScheduleKind(schedule.block, schedule.split)
     kinds = (ScheduleKind(name, schedule.split) for name in get_args(ByMicroBatch))
     # A short mini-batch may have made no whole groups.
     possible = (kind for kind in kinds if kind.possible(1 + max(placement), placement))
     return next(kind for kind in possible if kind.build(m, placement, recomputed) == schedule)
 
 
-def check_schedule_name(name: str) -> None:
-    """Refuse a name that is not in the table."""
-    if name not in (*SCHEDULES, "auto"):
+def check_schedule_name(schedule: str | Block) -> None:
+    """Refuse a name that is not in the table; a block is checked with its placement."""
+    if isinstance(schedule, str) and schedule not in (*SCHEDULES, "auto"):
         choices = ", ".join(map(repr, SCHEDULES))
-        raise ValueError(f"schedule must be one of {choices}, or 'auto': got {name!r}.")
+        raise ValueError(f"schedule must be one of {choices}, or 'auto': got {schedule!r}.")
 
 
-def check_by_micro_batch(name: str, chunks: int, placement: tuple[int, ...]) -> None:
+def check_by_micro_batch(schedule: str | Block, chunks: int, placement: tuple[int, ...]) -> None:
     """Refuse a schedule without a loss for each micro-batch, or one that the pipeline cannot run.
 
     ``chunks`` is the number of micro-batches of a full mini-batch.
     """
-    if not is_by_micro_batch(name):
+    if not is_by_micro_batch(schedule):
         choices = ", ".join(map(repr, get_args(ByMicroBatch)))
-        raise ValueError(f"schedule must be one of {choices}: got {name!r}.")
-    SCHEDULES[name].check(chunks, placement)
+        raise ValueError(f"schedule must be one of {choices}: got {schedule!r}.")
+    definition_of(schedule).check(chunks, placement)
 
 
-def check_planned(schedule: ScheduleName | Literal["auto"]) -> None:
+def check_planned(schedule: AnySchedule | Literal["auto"]) -> None:
     """Refuse a schedule that cannot be planned."""
     if schedule not in ("auto", *(kind.schedule for kind in KINDS)):
         raise ValueError(

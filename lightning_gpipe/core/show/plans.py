@@ -94,7 +94,7 @@ def alternatives_table(plan: Plan) -> Table:
             f"{len(settings.balance)}",
             f"{settings.chunks}",
             " to ".join(map(str, sorted({min(settings.recomputed), max(settings.recomputed)}))),
-            settings.order.schedule,
+            str(settings.order.schedule),
             "yes" if settings.order.split else "no",
             settings.on_host,
             time_cell(prediction.time, prediction.unit) if fits else "",

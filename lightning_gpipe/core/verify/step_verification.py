@@ -11,7 +11,7 @@ in the first of these runs, and reported apart: any other difference is due to t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ def verify_step(
     step: Callable[[Any], Any],
     batch: Any,
     *,
-    schedule: ByMicroBatch = "1f1b",
+    schedule: ByMicroBatch | Sequence[Sequence[int]] = "1f1b",
     around: nn.Module | None = None,
     scale: float | Tensor = 1.0,
     tolerance: float | None = None,
@@ -153,7 +153,7 @@ class StepRuns:
         self._even = False  # whether all micro-batches have equally many rows
         self._drew = False
 
-    def by_micro_batch(self, schedule: ByMicroBatch) -> Run:
+    def by_micro_batch(self, schedule: ByMicroBatch | Sequence[Sequence[int]]) -> Run:
         """Run the step for each micro-batch, and record the losses."""
         with isolated(self.modules, [self.pipeline.only]):
             outcome = self.pipeline.by_micro_batch(

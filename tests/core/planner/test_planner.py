@@ -409,6 +409,7 @@ def test_backwards_that_were_not_measured_in_two_parts_are_not_split() -> None:
 
 @pytest.mark.parametrize("order", KINDS, ids=str)
 def test_schedule_that_is_given_is_kept(order: ScheduleKind) -> None:
+    assert isinstance(order.schedule, str), "blocks are not planned"
     plan = plan_for(
         profile(1, 1, 1),
         [Place()] * 3,

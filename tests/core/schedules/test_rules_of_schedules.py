@@ -10,7 +10,8 @@ import pytest
 from lightning_gpipe.core.schedules.action import Action, Kind, successor
 from lightning_gpipe.core.schedules.placement import folded, looped
 from lightning_gpipe.core.schedules.schedule import Schedule
-from lightning_gpipe.core.schedules.table import SCHEDULES, ScheduleKind, ScheduleName
+from lightning_gpipe.core.schedules.table import SCHEDULES, AnySchedule, ScheduleKind
+from tests.support.blocks import drawn_block
 
 R, B, W = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS
 
@@ -20,10 +21,17 @@ PLACEMENTS = {looped(n, d) for n in range(1, 5) for d in range(1, n + 1) if n % 
 }
 
 
-def small(name: ScheduleName) -> Iterator[tuple[Schedule, int, int]]:
+BLOCKS = [
+    drawn_block(placement, Random(seed), split=split)
+    for placement in sorted(PLACEMENTS)
+    for split in (False, True)
+    for seed in range(2)
+]
+
+
+def small(schedule: AnySchedule) -> Iterator[tuple[Schedule, int, int]]:
     """Yield the schedules of all small sizes, the recomputed micro-batches and the workers."""
-    for split in (True,) if SCHEDULES[name].always_split else (False, True):
-        kind = ScheduleKind(name, split)
+    for kind in dict.fromkeys(ScheduleKind.of(schedule, split=split) for split in (False, True)):
         for placement in sorted(PLACEMENTS):
             workers = 1 + max(placement)
             if kind.possible(workers, placement):
@@ -32,9 +40,12 @@ def small(name: ScheduleName) -> Iterator[tuple[Schedule, int, int]]:
                         yield kind.build(m, placement, recomputed), recomputed, workers
 
 
-@pytest.fixture(scope="module", params=SCHEDULES)
+@pytest.fixture(scope="module", params=[*SCHEDULES, "blocks"])
 def every(request: pytest.FixtureRequest) -> list[tuple[Schedule, int, int]]:
-    return list(small(request.param))
+    blocks = request.param == "blocks"
+    return [
+        each for schedule in (BLOCKS if blocks else [request.param]) for each in small(schedule)
+    ]
 
 
 Every = list[tuple[Schedule, int, int]]

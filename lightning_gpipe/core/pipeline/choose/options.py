@@ -10,10 +10,9 @@ from lightning_gpipe.core.data import check_chunks
 from lightning_gpipe.core.layout import Weights, check_weights
 from lightning_gpipe.core.planner import Plan
 from lightning_gpipe.core.schedules import (
-    ALWAYS_SPLIT,
     ActivationCheckpointing,
+    AnySchedule,
     ScheduleKind,
-    ScheduleName,
     check_activation_checkpointing,
     check_planned,
     check_schedule_name,
@@ -47,8 +46,8 @@ class Resolved(NamedTuple):
 
     @property
     def split_backward(self) -> bool:
-        """True if the engine must be told to split backwards; one schedule always does."""
-        return self.order.split and self.order.schedule not in ALWAYS_SPLIT
+        """True if the engine must be told to split backwards; some schedules always do."""
+        return self.order.split and not self.order.definition.always_split
 
 
 class Requested(NamedTuple):
@@ -56,7 +55,7 @@ class Requested(NamedTuple):
 
     chunks: int | Literal["auto"]
     activation_checkpointing: ActivationCheckpointing | Literal["auto"]
-    schedule: ScheduleName | Literal["auto"] = "fill_drain"
+    schedule: AnySchedule | Literal["auto"] = "fill_drain"
     split_backward: bool | Literal["auto"] = False
     weights: Weights | Literal["auto"] = "device"
     offload_activations: bool | Literal["auto"] = False
@@ -90,4 +89,6 @@ class Requested(NamedTuple):
     @property
     def needs_split_costs(self) -> bool:
         """True if backwards may be split, so that their parts must be measured."""
-        return self.schedule in (AUTO, *ALWAYS_SPLIT) or self.split_backward in (AUTO, True)
+        if self.schedule == AUTO or self.split_backward == AUTO:
+            return True
+        return ScheduleKind.of(self.schedule, split=self.split_backward).split

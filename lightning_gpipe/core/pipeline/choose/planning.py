@@ -25,7 +25,6 @@ from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.planner import Plan, plan_for
 from lightning_gpipe.core.profile import Optimizers, host_speed
 from lightning_gpipe.core.schedules import (
-    ALWAYS_SPLIT,
     ActivationCheckpointing,
     ScheduleKind,
     ScheduleName,
@@ -91,7 +90,7 @@ def _with_plan(
         and weights != AUTO
         and offload != AUTO
     ):
-        order = ScheduleKind(schedule, split or schedule in ALWAYS_SPLIT)
+        order = ScheduleKind.of(schedule, split=split)
         return Resolved(list(balances), chunks, mode, order, weights, offload)
     planned = " and ".join(requested.planned)
     if len(modules := measuring.modules) > 1:
@@ -216,6 +215,7 @@ def plan_measured(
     have a stage.
     """
     chunks, mode, schedule, split, weights, offload = requested
+    assert isinstance(schedule, str), "a block is not planned"
     m, n = None if chunks == AUTO else chunks, len(balance or places)
     profiles = _profiles(measuring, m, n)
     if per_second is not None:
