@@ -417,6 +417,14 @@ def test_chunks_that_interleaved_stages_cannot_have(tmp_path: Path) -> None:
         trainer(tmp_path, strategy, devices=2).fit(Classifier(), Data())
 
 
+@pytest.mark.parametrize("schedule", [[[0, 3], [1, 2]], [[0, 7], [1, 6], [2, 5], [3, 4]]], ids=len)
+def test_block_for_other_stages(tmp_path: Path, schedule: list[list[int]]) -> None:
+    strategy = GPipeStrategy([2, 2, 2], 3, schedule=schedule)
+    message = f"must have the starts of each stage: got .* of {len(schedule)} stages for 3 stages"
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, strategy, devices=3).fit(Classifier(), Data())
+
+
 @pytest.mark.parametrize("schedule, expected", [("fill_drain", "except_last"), ("1f1b", "never")])
 def test_recomputation_by_default(schedule: Any, expected: str, tmp_path: Path) -> None:
     strategy = GPipeStrategy([3, 3], 2, schedule=schedule)

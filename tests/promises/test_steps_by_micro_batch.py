@@ -196,8 +196,7 @@ def schedule_of(case: Case) -> ByMicroBatch | Block:
 
 def folds(case: Case) -> bool:
     """Return True if its stages go down the devices and back, two on each."""
-    twice = len(case.balance) == 2 * case.devices
-    return twice and is_folded(schedule_of(case), case.devices)
+    return is_folded(schedule_of(case), case.devices)
 
 
 def whole(plain: Callable[[Tensor], dict[str, Any]], x: Tensor, sizes: list[int]) -> Tensor:

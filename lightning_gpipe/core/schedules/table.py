@@ -109,11 +109,11 @@ def definition_of(schedule: AnySchedule) -> ScheduleDefinition:
 def is_folded(schedule: AnySchedule, workers: int) -> bool:
     """Return True if the stages go down the devices and back, two on each.
 
-    Those of a block do if there are more of them than devices.
+    Those of a block do if there are twice as many of them as devices.
     """
     if isinstance(schedule, str):
         return SCHEDULES[schedule].folded
-    return len(schedule) > workers
+    return len(schedule) == 2 * workers
 
 
 def is_by_micro_batch(schedule: str | Block) -> TypeGuard[ByMicroBatch | Block]:

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_gpipe.core.balance import Shift
 from lightning_gpipe.core.planner import changes, doubts
-from lightning_gpipe.core.schedules import ByMicroBatch, Kind, fill_drain, schedule_for
+from lightning_gpipe.core.schedules import Block, ByMicroBatch, Kind, fill_drain, schedule_for
 
 F, R, B, W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS
 
@@ -106,8 +106,8 @@ def test_actions_that_wait_for_cores() -> None:
     assert why.startswith("its actions took 2.0 times as long as their threads computed")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
-def test_same_schedule_of_other_numbers(name: ByMicroBatch) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", ((0, 7, 8), (1, 2, 9))])
+def test_same_schedule_of_other_numbers(name: ByMicroBatch | Block) -> None:
     """What the caller does counts, too: here a loss takes as long as a stage."""
     schedule = schedule_for(name, 4, (0, 1), recomputed=4)
     times = {(kind, j): 1.0 for kind in (F, R, B, W) for j in range(2)}

@@ -28,6 +28,7 @@ from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
     ScheduleKind,
     ScheduleName,
+    check_planned,
 )
 
 _MOST = 16  # micro-batches per stage: then the bubble is 6 % at most
@@ -215,6 +216,7 @@ def plan_measured(
     have a stage.
     """
     chunks, mode, schedule, split, weights, offload = requested
+    check_planned(schedule)
     assert isinstance(schedule, str), "a block is not planned"
     m, n = None if chunks == AUTO else chunks, len(balance or places)
     profiles = _profiles(measuring, m, n)

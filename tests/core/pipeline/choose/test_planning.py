@@ -137,3 +137,10 @@ def test_meta_counts_operations() -> None:
     assert found.unit == "FLOP"
     assert found.settings.balance == (2, 2)
     assert sum(stage.time for stage in found.stages) == (3 * 4 - 1) * 16 * 2 * 8 * 8
+
+
+def test_block_is_not_planned(clock: Clock) -> None:
+    block: Any = [[0, 3], [1, 2]]
+
+    with pytest.raises(ValueError, match=r"schedule=\[\[0, 3\], \[1, 2\]\] is not planned"):
+        plan(layers(clock), torch.zeros(16, 4), 2, schedule=block)
