@@ -21,7 +21,7 @@ from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
     AnySchedule,
     as_block,
-    check_schedule_name,
+    check_schedule,
     is_by_micro_batch,
     is_folded,
 )
@@ -169,7 +169,7 @@ class StrategyOptions:
 
     def _check_schedule(self) -> None:
         schedule = self.schedule
-        check_schedule_name(schedule)
+        check_schedule(schedule)
         if schedule != "auto" and not is_by_micro_batch(schedule):
             return
         greenlets()

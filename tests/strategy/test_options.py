@@ -30,6 +30,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedule": "2f2b"}, ValueError, "schedule must be one of"),
     ({"schedule": "zero_bubble_v", "chunks": "auto"}, ValueError, "is not planned"),
     ({"schedule": [[0, 3], [1]]}, ValueError, r"or a block: .* got \[\[0, 3\], \[1\]\]"),
+    ({"schedule": [[0, 3], [1, 3]]}, ValueError, "where B of stage 0 starts at 3 and B of stage 1"),
     ({"schedule": [[0, 3], [1, 2]], "chunks": "auto"}, ValueError, "is not planned"),
     ({"split_backward": "some"}, ValueError, "split_backward must be"),
     ({"processes": "threads"}, ValueError, "processes must be one of 'single'.*got 'threads'"),

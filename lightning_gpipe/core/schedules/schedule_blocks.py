@@ -69,7 +69,7 @@ def cycle_of(block: Block, placement: Sequence[int]) -> int:
 
 
 def block_rows(
-    block: Block, m: int, placement: Sequence[int], recomputed: int, *, split: bool
+    block: Block, m: int, placement: Sequence[int], recomputed: Sequence[int], *, split: bool
 ) -> tuple[Row, ...]:
     """Return the row of each worker; arguments as for :func:`schedule_for`."""
     cycle = cycle_of(block, placement)
@@ -81,7 +81,7 @@ def block_rows(
     rows: list[list[Action]] = [[] for _ in range(1 + max(placement))]
     for _, action in sorted(starts, key=itemgetter(0)):
         row, backward = rows[placement[action.j]], action.kind is Kind.BACKWARD
-        if backward and action.i < recomputed:
+        if backward and action.i < recomputed[action.j]:
             row.append(action._replace(kind=Kind.RECOMPUTE))
         row.append(action)
         if backward and split and not has_weights(block):
@@ -100,11 +100,12 @@ def check_block(block: Block, m: int, placement: Sequence[int]) -> None:
             f"schedule={block!r} of {counted(len(block), 'stage')} for "
             f"{counted(len(placement), 'stage')}. Write another balance, or another block."
         )
-    _check_order(block)
+    check_order(block)
     _check_slots(block, placement)
 
 
-def _check_order(block: Block) -> None:
+def check_order(block: Block) -> None:
+    """Refuse a block in which an action does not start after those that it needs."""
     starts = starts_of(block)
     for action, start in starts.items():
         for needed in predecessors(action):

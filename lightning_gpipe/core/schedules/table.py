@@ -28,6 +28,7 @@ from lightning_gpipe.core.schedules.schedule_blocks import (
     Block,
     block_rows,
     check_block,
+    check_order,
     has_weights,
 )
 from lightning_gpipe.core.schedules.v_shaped import v_half, v_min
@@ -248,9 +249,11 @@ def kind_of(schedule: Schedule) -> ScheduleKind:
     return next(kind for kind in possible if kind.build(m, placement, recomputed) == schedule)
 
 
-def check_schedule_name(schedule: str | Block) -> None:
-    """Refuse a name that is not in the table; a block is checked with its placement."""
-    if isinstance(schedule, str) and schedule not in (*SCHEDULES, "auto"):
+def check_schedule(schedule: str | Block) -> None:
+    """Refuse a name that is not in the table, or a block that no placement has."""
+    if not isinstance(schedule, str):
+        check_order(schedule)
+    elif schedule not in (*SCHEDULES, "auto"):
         choices = ", ".join(map(repr, SCHEDULES))
         raise ValueError(f"schedule must be one of {choices}, or 'auto': got {schedule!r}.")
 

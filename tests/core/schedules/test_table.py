@@ -19,7 +19,7 @@ from lightning_gpipe.core.schedules.table import (
     ScheduleKind,
     ScheduleName,
     check_by_micro_batch,
-    check_schedule_name,
+    check_schedule,
     fill_drain,
     is_by_micro_batch,
     kind_of,
@@ -46,10 +46,10 @@ def test_new_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = ScheduleDefinition(rows=zero_bubble_v_rows, always_split=True)
     monkeypatch.setitem(cast(dict[str, ScheduleDefinition], SCHEDULES), "new", entry)
 
-    check_schedule_name("new")
+    check_schedule("new")
     check_by_micro_batch("new", 3, (0, 1, 1, 0))
     with pytest.raises(ValueError, match="'v_min', 'new', or 'auto': got 'newer'"):
-        check_schedule_name("newer")
+        check_schedule("newer")
     assert is_by_micro_batch("new")
     assert schedule_for("new", 3, (0, 1, 1, 0)) == schedule_for("zero_bubble_v", 3, (0, 1, 1, 0))
 

@@ -15,7 +15,7 @@ from lightning_gpipe.core.schedules import (
     ScheduleKind,
     check_activation_checkpointing,
     check_planned,
-    check_schedule_name,
+    check_schedule,
 )
 
 AUTO: Literal["auto"] = "auto"
@@ -66,7 +66,7 @@ class Requested(NamedTuple):
             check_chunks(self.chunks)
         if self.activation_checkpointing != AUTO:
             check_activation_checkpointing(self.activation_checkpointing)
-        check_schedule_name(self.schedule)
+        check_schedule(self.schedule)
         if self.weights != AUTO:
             check_weights(self.weights)
         if self.planned:
