@@ -30,7 +30,7 @@ from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.pipeline import LayerMeasurement, Requested, plan_measured
 from lightning_gpipe.core.planner import NoPlan, Plan
-from lightning_gpipe.core.schedules import KINDS
+from lightning_gpipe.core.schedules import SCHEDULES
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
 from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
 
@@ -200,7 +200,7 @@ def _parser() -> ArgumentParser:
     add("--offload-activations", action="store_true", help="whether they may wait on the host")
     add("--stages", type=int, help="their number; by default what is fastest")
     add("--chunks", type=int, help="the number of micro-batches; by default what is fastest")
-    names = [*dict.fromkeys(kind.schedule for kind in KINDS), "auto"]
+    names = [*SCHEDULES, "auto"]
     add("--schedule", choices=names, help="what runs when; auto: what is fastest of all")
     add("--measure-on", default="cpu", metavar="DEVICE", help="cpu, cuda, or meta to count")
     add("--plot", metavar="PLAN.PNG", help="where to draw the timeline and the memory")

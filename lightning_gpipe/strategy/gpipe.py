@@ -107,10 +107,11 @@ class GPipeStrategy(ParallelStrategy):
             optimization, and the package greenlet. ``"zero_bubble"`` also splits backwards, so that
             devices wait less, and ``"zero_bubble_v"`` with two stages on each device, down the
             devices and back, for less still; with those, ``"v_half"`` and ``"v_min"`` keep a half
-            and a third of the activations of ``"1f1b"``. ``"auto"`` plans it, as ``chunks``, among
-            those that training_step allows, without the last three. A list for each stage, as in
+            and a third of the activations of ``"1f1b"``. A list for each stage, as in
             ``[[0, 3], [1, 2]]``, is a schedule of your own, for which training_step is called as
-            with ``"1f1b"``: see :meth:`lightning_gpipe.GPipe.by_micro_batch`.
+            with ``"1f1b"``: see :meth:`lightning_gpipe.GPipe.by_micro_batch`. ``"auto"`` plans it,
+            as ``chunks``: one of those that training_step allows, without the last three named, or
+            one that is found for the measured costs.
         activation_checkpointing: The micro-batches that are recomputed, by all stages or, as a list
             of numbers, by each. None is ``"except_last"``, and ``"never"`` for schedules other
             than fill-drain.

@@ -7,7 +7,6 @@ What a worker moves, and when: ``host/weights``, ``host/side_copies``, ``host/me
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -431,9 +430,7 @@ def test_resumed_elsewhere(tmp_path: Path, schedule: Any) -> None:
 @pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="a GPU's blocks are larger")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("room, weights", [(4 * STAGES, "device"), (8, "host")])
-def test_plan_fits(
-    limited: Callable[[int, int], None], devices: int, room: int, weights: Weights
-) -> None:
+def test_plan_fits(limited: Limit, devices: int, room: int, weights: Weights) -> None:
     """Each device has room for the parameters of so many stages, and as much for the rest."""
     if torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} GPUs")

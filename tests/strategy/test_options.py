@@ -28,7 +28,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation_checkpointing": -1}, ValueError, "0 or more, or a list.*got -1"),
     ({"activation_checkpointing": 1.5}, TypeError, "activation_checkpointing.*got 1.5"),
     ({"schedule": "2f2b"}, ValueError, "schedule must be one of"),
-    ({"schedule": "zero_bubble_v", "chunks": "auto"}, ValueError, "is not planned"),
     ({"schedule": [[0, 3], [1]]}, ValueError, r"or a block: .* got \[\[0, 3\], \[1\]\]"),
     ({"schedule": [[0, 3], [1, 3]]}, ValueError, "where B of stage 0 starts at 3 and B of stage 1"),
     ({"schedule": [[0, 3], [1, 2]], "chunks": "auto"}, ValueError, "is not planned"),

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, Weights, check_even
 from lightning_gpipe.core.planner.no_plan import NoPlan, fitting_plans
+from lightning_gpipe.core.planner.planned_block import with_block
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.search import PlanSearch
 from lightning_gpipe.core.planner.settings import PlannedSettings, near
@@ -29,7 +30,6 @@ from lightning_gpipe.core.schedules import (
     check_by_micro_batch,
     counted,
     kinds_for,
-    looped,
 )
 
 _SAME = 1e-6  # the relative difference up to which times are the same
@@ -145,12 +145,16 @@ def plan_for(
         search = replace(search, orders=tuple(filter(search.is_measured, search.orders)))
     _check(search)
     candidates = search.candidates()
-    chosen = next(filter(None, map(search.fastest, _first_on_devices(candidates))), None)
-    if chosen is None:
+    named = next(filter(None, map(search.fastest, _first_on_devices(candidates))), None)
+    if named is None:
         raise NoPlan(search.nearest(candidates), fitting_plans(search))
+    chosen = named
+    if schedule == "auto":
+        chosen = with_block(named, {order.split for order in search.orders})
     others = [
-        *map(search.predicted, near(chosen.settings, candidates)),
-        *_in_other_ways(search, chosen.settings),
+        *([named] if named is not chosen else []),
+        *map(search.predicted, near(named.settings, candidates)),
+        *_in_other_ways(search, named.settings),
     ]
     alternatives = (Alternative(other, _reason(chosen, other, search.orders)) for other in others)
     return Plan(chosen, tuple(alternatives))
@@ -170,6 +174,16 @@ def _first_on_devices(
 def _check(search: PlanSearch) -> None:
     """Refuse numbers of stages that the devices cannot run."""
     stages, devices = search.stages, len(search.places)
+    for order in search.orders:
+        if order.definition.folded and search.weights == ("host",):
+            raise ValueError(
+                f"{order} is planned with weights on the devices: got weights='host'. Write "
+                "numbers, or another schedule."
+            )
+        if order.definition.folded and stages is not None:
+            m = search.numbers_of_micro_batches(stages, order)[0]
+            check_by_micro_batch(order.schedule, m, order.placement(stages, devices))
+            return
     if stages is None or 1 <= stages <= devices:
         return
     if search.balance is None and search.weights == ("device",):
@@ -182,7 +196,7 @@ def _check(search: PlanSearch) -> None:
     for order in search.orders:
         if order.by_micro_batch:
             m = search.numbers_of_micro_batches(stages, order)[0]
-            check_by_micro_batch(order.schedule, m, looped(stages, devices))
+            check_by_micro_batch(order.schedule, m, order.placement(stages, devices))
 
 
 def _in_other_ways(search: PlanSearch, best: PlannedSettings) -> Iterator[Prediction]:
@@ -190,9 +204,9 @@ def _in_other_ways(search: PlanSearch, best: PlannedSettings) -> Iterator[Predic
 
     Then, where they were to be chosen, the fastest with weights or activations elsewhere.
     """
-    placement = looped(best.stages, min(best.stages, len(search.places)))
     here = replace(search, weights=(best.weights,), offload=(best.offload,))
     for order in KINDS:
+        placement = order.placement(best.stages, len(search.places))
         if order != best.order and order.possible(best.chunks, placement):
             same = replace(here, stages=best.stages, chunks=best.chunks, orders=(order,))
             yield from _fastest_or_nearest(same)

@@ -6,6 +6,7 @@ formula does: that a recomputation fills a wait, or that micro-batches differ in
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
 from lightning_gpipe.core.planner.row_memory import RowMemory
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes
-from lightning_gpipe.core.planner.waves import FREES, Wave, end_and_peaks, waves
+from lightning_gpipe.core.planner.waves import FREES, Wave, end_and_peaks, waves, waves_of
 from lightning_gpipe.core.schedules import Action, Span
 
 
@@ -176,6 +177,9 @@ class Prediction:
     def _waves(self) -> Iterator[Wave]:
         """All actions, with their times; those of each worker in its order."""
         order = self.settings.order
+        if order.definition.patterns is None:
+            schedule = order.build(len(self.rows), self.placement, self.settings.recomputed)
+            return waves_of(schedule, self._actions)
         return waves(
             order.patterns(len(self.rows), self.placement),
             self._actions,
@@ -191,17 +195,29 @@ class Prediction:
     def least_recomputed(self) -> tuple[int, ...]:
         """Return the least number of micro-batches for each stage with which its device fits.
 
-        All stages of a device recompute as many.
+        All stages of a device recompute as many and, if the rows are no patterns, all devices do.
         """
-        room = {device: self.places[j].memory for j, device in enumerate(self.devices)}
-        for j, device in enumerate(self.devices):
-            room[device] -= self._static(j).total
-        patterns = self.settings.order.patterns(len(self.rows), self.placement)
+        m, n = len(self.rows), len(self.devices)
+        if self.settings.order.definition.patterns is None:
+            return (bisect_left(range(m), True, key=self._fits_with),) * n
+        patterns = self.settings.order.patterns(m, self.placement)
         numbers = {
-            device: RowMemory(pattern).least_recomputed(self._actions, room[device])
+            device: RowMemory(pattern).least_recomputed(self._actions, self.room[device])
             for device, pattern in zip(self.workers, patterns, strict=True)
         }
         return tuple(numbers[device] for device in self.devices)
+
+    def _fits_with(self, recomputed: int) -> bool:
+        settings = self.settings._replace(recomputed=(recomputed,) * len(self.devices))
+        return not any(replace(self, settings=settings).missing)
+
+    @cached_property
+    def room(self) -> dict[int, float]:
+        """The bytes that each device has for activations."""
+        room = {device: self.places[j].memory for j, device in enumerate(self.devices)}
+        for j, device in enumerate(self.devices):
+            room[device] -= self._static(j).total
+        return room
 
     @cached_property
     def _under_way(self) -> dict[int, float]:

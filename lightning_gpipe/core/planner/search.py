@@ -35,12 +35,12 @@ from lightning_gpipe.core.planner.settings import (
     fewer_stages,
 )
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes, sizes_of
+from lightning_gpipe.core.planner.waves import end_and_peaks, waves_of
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
     KINDS,
     ActivationCheckpointing,
     ScheduleKind,
-    looped,
     recomputed_by_stage,
 )
 
@@ -80,21 +80,23 @@ class PlanSearch:
 
     def candidates(self) -> list[PlannedSettings]:
         """Return all combinations of what is left to choose, without balances."""
-        mode, devices = self.activation_checkpointing, len(self.places)
+        mode = self.activation_checkpointing
         return [
             PlannedSettings(n, m, numbers, order, weights=weights, offload=offload)
             for weights, offload, order in product(self.weights, self.offload, self.orders)
-            for n in self.numbers_of_stages(weights)
+            for n in self.numbers_of_stages(weights, order)
             for m in self.numbers_of_micro_batches(n, order)
             for numbers in [() if mode is None else recomputed_by_stage(mode, m, n)]
-            if order.possible(m, looped(n, min(n, devices)))
+            if order.possible(m, order.placement(n, len(self.places)))
         ]
 
-    def numbers_of_stages(self, weights: Weights) -> list[int]:
+    def numbers_of_stages(self, weights: Weights, order: ScheduleKind) -> list[int]:
         """Return the numbers of stages to try; with weights on the host more than devices, too."""
         devices = min(len(self.places), self.layers)
         if self.stages:
             return [self.stages]
+        if order.definition.folded:
+            return [2 * devices] if 2 * devices <= self.layers and weights == "device" else []
         if weights == "host":
             most = self.layers // devices
             return [devices * loops for loops in sorted({*doubled(1, most), most})]
@@ -189,7 +191,7 @@ class PlanSearch:
         return replace(costs, memory=held, live=[loops * size for size in costs.live])
 
     def _with(self, candidate: PlannedSettings, balance: tuple[int, ...]) -> Prediction:
-        devices, profile = self._devices(candidate.stages), self._profile(candidate.chunks)
+        devices, profile = self._devices(candidate), self._profile(candidate.chunks)
         # Operations are no seconds, so that what is counted in them tells no time of transfers.
         timeless = profile.unit == "FLOP"
         places = [
@@ -208,7 +210,7 @@ class PlanSearch:
     def _places(self, candidate: PlannedSettings) -> list[Place]:
         """Return the place of each stage, with the modules around and the outputs on one."""
         m, n = candidate.chunks, candidate.stages
-        places = [self.places[d] for d in self._devices(n)]
+        places = [self.places[d] for d in self._devices(candidate)]
         if numbers := candidate.recomputed:
             alive = self._alive(candidate, numbers)
             pairs = zip(places, alive, numbers, strict=True)
@@ -244,19 +246,20 @@ class PlanSearch:
         left = whole.left / whole.saved if whole.saved else 0.0
         one = MicroBatchCost(1.0, 1.0, 1.0, saved=1.0, weights=1.0, left=left)
         costs = ActionCosts({1: [one] * n}, [1] * m, recomputed, [Place()] * n)
-        patterns = order.patterns(m, looped(n, min(n, len(self.places))))
-        peaks = [RowMemory(pattern).peak(costs) for pattern in patterns]
-        return _few([peaks[j % len(peaks)] * len(peaks) / n for j in range(n)])
+        placement = order.placement(n, len(self.places))
+        if order.definition.patterns is None:
+            run = waves_of(order.build(m, placement, recomputed), costs)
+            return _few(end_and_peaks(run, costs, placement)[1][:, 0].tolist())
+        peaks = [RowMemory(pattern).peak(costs) for pattern in order.patterns(m, placement)]
+        return _few([peaks[worker] * len(peaks) / n for worker in placement])
 
-    def _devices(self, n: int) -> list[int]:
-        """The device of each stage, of the ``n`` best: the fastest, and of these the largest.
-
-        With more stages than devices, stage j is on device j mod d.
-        """
+    def _devices(self, candidate: PlannedSettings) -> list[int]:
+        """The device of each stage, of the best: the fastest, and of these the largest."""
         places = self.places
+        placement = candidate.order.placement(candidate.stages, len(places))
         order = sorted(range(len(places)), key=lambda d: (-places[d].speed, -places[d].memory, d))
-        best = sorted(order[:n])
-        return [best[j % len(best)] for j in range(n)]
+        best = sorted(order[: 1 + max(placement)])
+        return [best[worker] for worker in placement]
 
     def _profile(self, m: int) -> ModelProfile:
         """The profile that was measured with the nearest number of rows."""
@@ -272,7 +275,7 @@ class PlanSearch:
         runs all of them before.
         """
         n, m, order = candidate.stages, candidate.chunks, candidate.order
-        devices = {*self._devices(n)}
+        devices = {*self._devices(candidate)}
         speeds = [self.places[d].speed for d in devices]
         through, share = 1 / max(speeds), 1 / sum(speeds)
         whole = self._whole(m, order.split)
@@ -313,7 +316,7 @@ class PlanSearch:
 
     def _excess(self, candidate: PlannedSettings) -> float:
         """The bytes that all devices together lack, whatever the balance."""
-        memory = sum(self.places[d].memory for d in {*self._devices(candidate.stages)})
+        memory = sum(self.places[d].memory for d in {*self._devices(candidate)})
         saved = 0 if candidate.offload else self._whole(candidate.chunks, False).saved
         profile = self.profiles[0]
         held = profile.around.held_bytes + sum(layer.buffer_bytes for layer in profile.layers)
@@ -349,7 +352,8 @@ def _least_alive(candidate: PlannedSettings) -> int:
 
 def _complexity(candidate: PlannedSettings) -> tuple[bool, bool, int]:
     """A number that is less for what is simpler."""
-    return candidate.weights == "host", candidate.offload, KINDS.index(candidate.order)
+    order = KINDS.index(candidate.order) if candidate.order in KINDS else len(KINDS)
+    return candidate.weights == "host", candidate.offload, order
 
 
 def _merit(prediction: Prediction) -> tuple[float, float]:

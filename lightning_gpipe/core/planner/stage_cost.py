@@ -33,6 +33,15 @@ class MicroBatchCost(NamedTuple):
     weights: float = 0.0
     left: float = 0.0
 
+    def on(self, speed: float) -> MicroBatchCost:
+        """Return the cost on a device of another speed."""
+        return self._replace(
+            forward=self.forward / speed,
+            dropping=self.dropping / speed,
+            backward=self.backward / speed,
+            weights=self.weights / speed,
+        )
+
     @property
     def time(self) -> float:
         """The time of forward and backward of a micro-batch that keeps its activations."""

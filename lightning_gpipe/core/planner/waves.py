@@ -2,6 +2,7 @@
 
 Each round, every worker whose next forward or backward is ready runs it, all of them at once: so a
 thousand micro-batches on a thousand stages take some thousand rounds instead of a million actions.
+Schedules whose rows are no patterns are simulated action by action.
 A recomputation and the gradients of the weights wait for no other worker; they run right before and
 after a backward. The tests compare this with the simulation of the schedule.
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes, Indices, Times
-from lightning_gpipe.core.schedules import Kind, Pattern, Visit
+from lightning_gpipe.core.schedules import Action, Kind, Pattern, Schedule, Visit
 
 FREES = frozenset({Kind.BACKWARD, Kind.WEIGHTS})  # at their ends; others add at their starts
 
@@ -56,6 +57,21 @@ def waves(
     while not workers.ended(Kind.BACKWARD):
         yield from workers.round(backwards=True)
     yield from workers.weights_left()
+
+
+def waves_of(schedule: Schedule, costs: ActionCosts) -> Iterator[Wave]:
+    """Yield the actions of a schedule without patterns, those of each worker in its order."""
+
+    def indices(action: Action) -> tuple[Indices, Indices]:
+        return np.array([action.i]), np.array([action.j])
+
+    def time(action: Action) -> float:
+        return 0.0 if action.by_caller else float(costs.times(action.kind, *indices(action))[0])
+
+    simulation = schedule.simulate(time)
+    for action in sorted(chain(*schedule.rows), key=simulation.start.__getitem__):
+        start, end = simulation.start[action], simulation.end[action]
+        yield Wave(action.kind, *indices(action), np.array([start]), np.array([end]))
 
 
 class _Workers:

@@ -22,7 +22,7 @@ from lightning_gpipe.core.schedules.patterns import (
     one_forward_one_backward_patterns,
     zero_bubble_patterns,
 )
-from lightning_gpipe.core.schedules.placement import check_folded
+from lightning_gpipe.core.schedules.placement import check_folded, folded, looped
 from lightning_gpipe.core.schedules.schedule import Schedule
 from lightning_gpipe.core.schedules.schedule_blocks import (
     Block,
@@ -211,6 +211,12 @@ class ScheduleKind(NamedTuple):
         """Return the schedule; arguments as for :func:`schedule_for`."""
         return schedule_for(self.schedule, m, placement, recomputed=recomputed, split=self.split)
 
+    def placement(self, stages: int, devices: int) -> tuple[int, ...]:
+        """Return the worker of each stage, on so many devices or fewer."""
+        if self.definition.folded:
+            return folded(stages, stages // 2)
+        return looped(stages, min(stages, devices))
+
     def possible(self, m: int, placement: Sequence[int]) -> bool:
         """Return True if the schedule can run ``m`` micro-batches with this placement."""
         try:
@@ -226,12 +232,18 @@ class ScheduleKind(NamedTuple):
 
 FILL_DRAIN = ScheduleKind()
 
-# The kinds that are planned.
+
+def _kinds(name: ScheduleName) -> tuple[ScheduleKind, ...]:
+    split = (True,) if SCHEDULES[name].always_split else (False, True)
+    return tuple(ScheduleKind(name, each) for each in split)
+
+
+# The kinds among which a plan chooses if none is asked for.
 KINDS = tuple(
-    ScheduleKind(name, split)
+    kind
     for name in get_args(ScheduleName)
     if SCHEDULES[name].patterns is not None
-    for split in ((True,) if SCHEDULES[name].always_split else (False, True))
+    for kind in _kinds(name)
 )
 
 
@@ -270,11 +282,11 @@ def check_by_micro_batch(schedule: str | Block, chunks: int, placement: tuple[in
 
 
 def check_planned(schedule: AnySchedule | Literal["auto"]) -> None:
-    """Refuse a schedule that cannot be planned."""
-    if schedule not in ("auto", *(kind.schedule for kind in KINDS)):
+    """Refuse a block, which is no schedule for other numbers."""
+    if not isinstance(schedule, str):
         raise ValueError(
             f"schedule={schedule!r} is not planned: got something that is 'auto', or a plan of it. "
-            "Write numbers, or schedule='zero_bubble'."
+            "Write numbers, or schedule='auto', which finds a block for them."
         )
 
 
@@ -283,12 +295,11 @@ def kinds_for(
 ) -> tuple[ScheduleKind, ...]:
     """Return the kinds that the user's arguments leave to choose from.
 
-    ``"auto"`` leaves all schedules; a ``split`` of None leaves whole and split backwards.
+    ``"auto"`` leaves all of :data:`KINDS`; a ``split`` of None leaves whole and split backwards.
     """
     check_planned(schedule)
     return tuple(
         kind
-        for kind in KINDS
-        if schedule in ("auto", kind.schedule)
-        and (split is None or kind.split == split or kind.definition.always_split)
+        for kind in (KINDS if schedule == "auto" else _kinds(schedule))
+        if split is None or kind.split == split or kind.definition.always_split
     )

@@ -1,6 +1,6 @@
 """Plans: the fastest of those that fit.
 
-Here are also the tests of ``search`` and ``row_memory``.
+Here are also the tests of ``search``, ``planned_block`` and ``row_memory``.
 """
 
 import json
@@ -19,6 +19,7 @@ from lightning_gpipe.core.planner.stage_cost import sizes_of
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
     KINDS,
+    SCHEDULES,
     Action,
     ActivationCheckpointing,
     Kind,
@@ -132,7 +133,10 @@ def test_fastest_of_all_is_found(schedule: Any, split: bool | None, room: int) -
                 each = predict(costs, cuts, m, numbers, order)
                 if not any(replace(each, places=tuple(places[:n])).missing):
                     fitting.append(each.time)
-    assert best.time == pytest.approx(min(fitting))
+    if isinstance(best.settings.order.schedule, str):
+        assert best.time == pytest.approx(min(fitting))
+    else:  # a block, which has no name
+        assert best.time < min(fitting)
 
 
 def test_nothing_is_recomputed_if_all_fits() -> None:
@@ -434,3 +438,52 @@ def test_several_stages_on_each_device_by_a_balance() -> None:
         plan_for(costs, [Place()] * 2, balance=[1, 1, 1, 1], chunks=3, schedule="1f1b")
     with pytest.raises(ValueError, match="divides the number of stages"):
         plan_for(costs, [Place()] * 2, balance=[2, 1, 1])
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if SCHEDULES[name].folded])
+def test_schedule_in_the_form_of_a_v(name: Any) -> None:
+    costs = profile(*[1] * 8, saved=1, held=10)
+    places = [Place(memory=10 * 2 + 2 * 16 * 3)] * 4
+
+    plan = plan_for(costs, places, schedule=name)
+
+    assert plan.prediction.devices == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert not any(plan.prediction.missing)
+    assert plan.settings.order == ScheduleKind(name, split=True)
+    with pytest.raises(ValueError, match="two on each"):
+        plan_for(costs, places, schedule=name, stages=3)
+    with pytest.raises(ValueError, match="weights='host'"):
+        plan_for(costs, places, schedule=name, weights=("host",))
+
+
+def test_plan_of_a_v_recomputes_as_little_as_fits() -> None:
+    costs = profile(*[1] * 4, saved=10)
+    roomy, tight = (
+        plan_for(costs, [Place(memory=size)] * 2, chunks=8, schedule="v_half").settings
+        for size in (1000, 70)
+    )
+
+    assert set(roomy.recomputed) == {0}
+    assert 0 < min(tight.recomputed) == max(tight.recomputed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plan_of_any_schedule_may_be_a_block(seed: int) -> None:
+    """For costs that no schedule with a name suits; never slower than those."""
+    draw = Random(seed)
+    layers = tuple(
+        replace(layer, inputs=LinearCost(0, draw.uniform(0.5, 2)), weights=LinearCost(0, 1))
+        for layer in profile(*(draw.uniform(0.5, 3) for _ in range(4)), saved=10).layers
+    )
+    costs, places = replace(profile(1), layers=layers), [Place(memory=10 * 4 * 3)] * 4
+    given: Any = {"stages": 4, "chunks": 16, "split_backward": None}
+    names: list[Any] = ["fill_drain", "1f1b", "zero_bubble"]
+
+    found = plan_for(costs, places, schedule="auto", **given).prediction
+
+    assert not any(found.missing)
+    for name in names:
+        assert found.time <= plan_for(costs, places, schedule=name, **given).prediction.time
+    if not isinstance(found.settings.order.schedule, str):
+        assert "schedule=((0, " in str(found)
+        assert json.loads(json.dumps(found.as_dict()))["schedule"][0][0] == 0

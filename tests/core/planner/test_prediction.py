@@ -6,7 +6,7 @@ Here are also the tests of ``predicted_stage`` and ``stage_cost``.
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,7 +14,16 @@ from lightning_gpipe.core.balance import CarriedValue, LayerProfile, LinearCost,
 from lightning_gpipe.core.planner import Prediction
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import costs_of, sizes_of
-from lightning_gpipe.core.schedules import KINDS, Action, Kind, Schedule, ScheduleKind, looped
+from lightning_gpipe.core.schedules import (
+    KINDS,
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleKind,
+    ScheduleName,
+    looped,
+)
 from tests.support.live_activations import peak_live
 
 ROWS = 16
@@ -52,23 +61,41 @@ def predicted(
         (Place(),) * n,
         sizes_of(ROWS, chunks),
         "last",
-        looped(n, devices),
+        order.placement(n, devices),
     )
+
+
+# Those that are planned if none is asked for, in the form of a V, and as blocks.
+ORDERS = [
+    *KINDS,
+    *(
+        ScheduleKind.of(name, split=True)
+        for name in get_args(ScheduleName)
+        if SCHEDULES[name].folded
+    ),
+    ScheduleKind(((0, 3), (1, 2))),
+    ScheduleKind(((0, 8, 9), (1, 6, 7), (2, 4, 6)), split=True),
+]
+every_order = pytest.mark.parametrize("order", ORDERS, ids=str)
 
 
 def case(order: ScheduleKind, seed: int) -> tuple[Prediction, Schedule]:
     """A drawn case, and the schedule that the engine would run."""
     random = Random(seed)
     devices = random.randint(1, 4)
-    loops = 1 if order.schedule == "zero_bubble" else random.randint(1, 2)
+    loops = random.randint(1, 2) if order.schedule in ("fill_drain", "1f1b") else 1
     m = devices * random.randint(1, 16 // devices) if loops > 1 else random.randint(1, 8)
+    if order.definition.folded:
+        loops = 2
+    if not isinstance(order.schedule, str):
+        devices = len(order.schedule)
     balance = tuple(random.randint(1, 2) for _ in range(devices * loops))
     profile, k = drawn(random, sum(balance)), tuple(random.randint(0, m) for _ in balance)
     found = predicted(profile, balance, m, k, order, devices)
-    return found, order.build(m, looped(len(balance), devices), k)
+    return found, order.build(m, order.placement(len(balance), devices), k)
 
 
-@pytest.mark.parametrize("order", KINDS, ids=str)
+@every_order
 @pytest.mark.parametrize("seed", range(20))
 def test_time_is_that_of_the_simulated_schedule(order: ScheduleKind, seed: int) -> None:
     found, schedule = case(order, seed)
@@ -96,7 +123,7 @@ def test_time_is_that_of_the_simulated_schedule(order: ScheduleKind, seed: int) 
     assert len(found.spans) == sum(map(len, schedule.rows))
 
 
-@pytest.mark.parametrize("order", KINDS, ids=str)
+@every_order
 @pytest.mark.parametrize("seed", range(20))
 def test_memory_at_the_peak_is_the_most_over_time(order: ScheduleKind, seed: int) -> None:
     found, _ = case(order, seed)
