@@ -27,6 +27,7 @@ from lightning_gpipe.core.balance import (
 )
 from lightning_gpipe.core.layout import Around, Weights
 from lightning_gpipe.core.planner.action_costs import ActionCosts
+from lightning_gpipe.core.planner.bounds import Bounds
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.row_memory import RowMemory
 from lightning_gpipe.core.planner.settings import (
@@ -110,9 +111,9 @@ class PlanSearch:
 
     def fastest(self, candidates: Iterable[PlannedSettings]) -> Prediction | None:
         """Return the prediction with the least time of those that fit; None if none does."""
-        hopeful = [each for each in candidates if self._excess(each) <= 0]
+        hopeful = [each for each in candidates if self._bounds.excess(each) <= 0]
         simplest = sorted(hopeful, key=_complexity)
-        heap = [(self._bound(each), place, False) for place, each in enumerate(simplest)]
+        heap = [(self._bounds.time(each), place, False) for place, each in enumerate(simplest)]
         heapify(heap)
         while heap:
             _, place, done = heappop(heap)
@@ -129,10 +130,14 @@ class PlanSearch:
 
         Of those that lack memory whatever the balance, only one is balanced.
         """
-        excess = {candidate: self._excess(candidate) for candidate in candidates}
+        excess = {candidate: self._bounds.excess(candidate) for candidate in candidates}
         least = min(excess, key=lambda candidate: excess[candidate])
         hopeful = [each for each in candidates if excess[each] <= 0 or each == least]
         return min(map(self.predicted, hopeful), key=lambda prediction: max(prediction.missing))
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        return Bounds(self.profiles, self.places, self.rows)
 
     @cached_property
     def predicted(self) -> Callable[[PlannedSettings], Prediction]:
@@ -178,7 +183,7 @@ class PlanSearch:
 
     def _costs(self, candidate: PlannedSettings) -> LayerCosts:
         m, split = candidate.chunks, candidate.order.split
-        profile, rows = self._profile(m), max(sizes_of(self.rows, m))
+        profile, rows = self._bounds.profile(m), max(sizes_of(self.rows, m))
         costs = time_costs(replace(profile, chunks=m, rows=rows), split=split)
         if candidate.weights == "device":
             return costs
@@ -191,7 +196,7 @@ class PlanSearch:
         return replace(costs, memory=held, live=[loops * size for size in costs.live])
 
     def _with(self, candidate: PlannedSettings, balance: tuple[int, ...]) -> Prediction:
-        devices, profile = self._devices(candidate), self._profile(candidate.chunks)
+        devices, profile = self._bounds.devices(candidate), self._bounds.profile(candidate.chunks)
         # Operations are no seconds, so that what is counted in them tells no time of transfers.
         timeless = profile.unit == "FLOP"
         places = [
@@ -210,7 +215,7 @@ class PlanSearch:
     def _places(self, candidate: PlannedSettings) -> list[Place]:
         """Return the place of each stage, with the modules around and the outputs on one."""
         m, n = candidate.chunks, candidate.stages
-        places = [self.places[d] for d in self._devices(candidate)]
+        places = [self.places[d] for d in self._bounds.devices(candidate)]
         if numbers := candidate.recomputed:
             alive = self._alive(candidate, numbers)
             pairs = zip(places, alive, numbers, strict=True)
@@ -220,7 +225,7 @@ class PlanSearch:
             bounds = zip(places, most, least, strict=True)
             places = [replace(p, alive=a, least=b, micro_batches=m) for p, a, b in bounds]
         outside = len(places) - 1 if self.around == "last" else 0
-        profile = self._profile(m)
+        profile = self._bounds.profile(m)
         outputs = output_bytes(profile, sizes_of(self.rows, m), candidate.order)
         around = places[outside].taken + profile.around.held_bytes + outputs
         places[outside] = replace(places[outside], taken=around)
@@ -242,7 +247,9 @@ class PlanSearch:
         n = len(recomputed)
         if not order.by_micro_batch:
             return [float(max(m - k, min(1, k))) for k in recomputed]
-        (whole,) = costs_of(self._profile(m), [self.layers], self.rows // m, split=order.split)
+        (whole,) = costs_of(
+            self._bounds.profile(m), [self.layers], self.rows // m, split=order.split
+        )
         left = whole.left / whole.saved if whole.saved else 0.0
         one = MicroBatchCost(1.0, 1.0, 1.0, saved=1.0, weights=1.0, left=left)
         costs = ActionCosts({1: [one] * n}, [1] * m, recomputed, [Place()] * n)
@@ -252,102 +259,6 @@ class PlanSearch:
             return _few(end_and_peaks(run, costs, placement)[1][:, 0].tolist())
         peaks = [RowMemory(pattern).peak(costs) for pattern in order.patterns(m, placement)]
         return _few([peaks[worker] * len(peaks) / n for worker in placement])
-
-    def _devices(self, candidate: PlannedSettings) -> list[int]:
-        """The device of each stage, of the best: the fastest, and of these the largest."""
-        places = self.places
-        placement = candidate.order.placement(candidate.stages, len(places))
-        order = sorted(range(len(places)), key=lambda d: (-places[d].speed, -places[d].memory, d))
-        best = sorted(order[: 1 + max(placement)])
-        return [best[worker] for worker in placement]
-
-    def _profile(self, m: int) -> ModelProfile:
-        """The profile that was measured with the nearest number of rows."""
-        rows = max(sizes_of(self.rows, m))
-        return min(self.profiles, key=lambda p: max(p.rows / rows, rows / p.rows))
-
-    def _bound(self, candidate: PlannedSettings) -> float:
-        """A lower bound of a candidate's time, whatever the balance.
-
-        A micro-batch passes all stages, on the fastest device at best; the others follow through
-        the slowest stage, which has at least its share of the layers. Until the first backward is
-        back there, it has run at most as many forwards as there are stages, unless the schedule
-        runs all of them before.
-        """
-        n, m, order = candidate.stages, candidate.chunks, candidate.order
-        devices = {*self._devices(candidate)}
-        speeds = [self.places[d].speed for d in devices]
-        through, share = 1 / max(speeds), 1 / sum(speeds)
-        whole = self._whole(m, order.split)
-        # Of forwards that drop and those that keep, the faster: a bound need not tell them apart.
-        forward = min(whole.forward, whole.dropping)
-        both = whole.backward + whole.weights
-        if not order.by_micro_batch:
-            again = (m * both + self._again(candidate)) * share
-            last = whole.backward * through + (m - 1) * both * share
-            return forward * (through + (m - 1) * share) + max(again, last)
-        busy = (m * (forward + both) + self._again(candidate)) * share
-        if len(devices) < n:
-            return max((forward + whole.backward) * through, busy)
-        late = n if order.definition.defers_weights else 1
-        after = max(0, m - n) * forward + (m - 1) * whole.backward
-        after += max(0, m - late) * whole.weights
-        return max((forward + whole.backward) * through + after * share, busy)
-
-    def _again(self, candidate: PlannedSettings) -> float:
-        """The least time of recomputations, whatever the balance, on a device of speed 1.
-
-        With fill-drain, what all devices together have no room for must be recomputed: of the
-        layers whose forward takes the least time for the bytes that it saves.
-        """
-        m, numbers = candidate.chunks, candidate.recomputed
-        if numbers:
-            return min(numbers) * self._whole(m, candidate.order.split).forward
-        if candidate.order.by_micro_batch or candidate.offload:
-            return 0.0
-        rows, time = self.rows // m, 0.0
-        layers = [(x.saved.at(rows), x.forward.at(rows)) for x in self._profile(m).layers]
-        over = self._excess(candidate) + (m - 1) * sum(saved for saved, _ in layers)
-        for saved, forward in sorted((x for x in layers if x[0]), key=lambda x: x[1] / x[0]):
-            number = min(max(0.0, over / saved), m - 1)
-            over -= number * saved
-            time += number * forward
-        return time
-
-    def _excess(self, candidate: PlannedSettings) -> float:
-        """The bytes that all devices together lack, whatever the balance."""
-        memory = sum(self.places[d].memory for d in {*self._devices(candidate)})
-        saved = 0 if candidate.offload else self._whole(candidate.chunks, False).saved
-        profile = self.profiles[0]
-        held = profile.around.held_bytes + sum(layer.buffer_bytes for layer in profile.layers)
-        if candidate.weights == "device":
-            held = sum(layer.held_bytes for layer in (*profile.layers, profile.around))
-        return held + _least_alive(candidate) * saved - memory
-
-    @cached_property
-    def _whole(self) -> Callable[[int, bool], MicroBatchCost]:
-        return cache(self._least_cost)
-
-    def _least_cost(self, m: int, split: bool) -> MicroBatchCost:
-        """The least cost of one of ``m`` micro-batches in all layers."""
-        profile, rows = self._profile(m), self.rows // m
-        (whole,) = costs_of(profile, [self.layers], rows)
-        if not split:
-            return whole
-        # On some stages only; a whole backward counts where it is faster.
-        inputs = sum(each.inputs.at(rows) for each in profile.layers if each.inputs)
-        weights = sum(each.weights.at(rows) for each in profile.layers if each.weights)
-        backward = min(inputs, whole.backward)
-        both = min(inputs + weights, whole.backward)
-        return whole._replace(backward=backward, weights=both - backward)
-
-
-def _least_alive(candidate: PlannedSettings) -> int:
-    """The least number of micro-batches that are alive on each stage."""
-    m, numbers = candidate.chunks, candidate.recomputed
-    if not numbers or candidate.order.by_micro_batch:
-        return 1
-    return min(max(m - k, min(1, k)) for k in numbers)
 
 
 def _complexity(candidate: PlannedSettings) -> tuple[bool, bool, int]:

@@ -1,6 +1,6 @@
 """Plans: the fastest of those that fit.
 
-Here are also the tests of ``search``, ``planned_block`` and ``row_memory``.
+Here are also the tests of ``search``, ``bounds``, ``planned_block`` and ``row_memory``.
 """
 
 import json
