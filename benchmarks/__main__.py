@@ -5,7 +5,9 @@
     python -m benchmarks cpu --save     # and keep the results in benchmarks/results/
 
 One that fails or takes too long does not stop the others. At the end there is a table of all
-targets; the exit code tells whether everything ran, not whether the targets were met.
+targets, with the figures of the last saved run on such a machine, and which of them got worse by
+more than they vary within a run. The exit code tells whether everything ran, not whether the
+targets were met.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.harness.history import changes, latest_before
 
 
 @dataclass(frozen=True)
@@ -201,17 +205,21 @@ def echo(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 def tables(outcomes: Sequence[Outcome]) -> list[Table]:
     """What ran, and all targets."""
     ran = Table("", "seconds", "", title="What ran")
-    found = Table("", "claim", "found", "target", "", title="Targets")
+    found = Table("", "claim", "found", "target", "", "before", title="Targets")
     for outcome in outcomes:
         ran.add_row(outcome.run.name, f"{outcome.seconds:.0f}", outcome.problem or "done")
         for report in outcome.reports:
+            former = latest_before(report)
+            before = changes(report, former) if former else {}
             for target in report["targets"]:
                 if target["target"] is None:
                     continue
                 verdict = {True: "met", False: "NOT met", None: "not measured"}[target["met"]]
                 number = "-" if target["found"] is None else f"{target['found']:.3f}"
+                earlier, worse = before.get(target["claim"], (None, False))
+                change = "" if earlier is None else f"{earlier:.3f}{', now WORSE' * worse}"
                 found.add_row(
-                    report["benchmark"], target["claim"], number, target["target"], verdict
+                    report["benchmark"], target["claim"], number, target["target"], verdict, change
                 )
     return [ran, found]
 

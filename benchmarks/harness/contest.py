@@ -89,6 +89,23 @@ class Times:
         return low, high
 
 
+class Ratio(float):
+    """The median of the ratios of several rounds.
+
+    Attributes:
+        quartiles: Between them is the middle half of them.
+    """
+
+    def __new__(cls, rounds: Sequence[float]) -> Ratio:
+        """Make the number of the ratio of each round."""
+        times = Times(tuple(rounds))
+        ratio = super().__new__(cls, times.median)
+        ratio.quartiles = times.quartiles
+        return ratio
+
+    quartiles: tuple[float, float]
+
+
 def agree(
     contestants: Iterable[Contestant], *, rtol: float = 1e-3, atol: float = 1e-5
 ) -> list[Tensor]:
@@ -171,7 +188,7 @@ def ratio(times: Mapping[str, Times], one: str, other: str, *, beyond: str | Non
         return math.nan
     base = times[beyond].seconds if beyond else [0.0] * len(times[one].seconds)
     rounds = zip(times[one].seconds, times[other].seconds, base, strict=True)
-    return statistics.median((a - c) / (b - c) for a, b, c in rounds)
+    return Ratio(tuple((a - c) / (b - c) for a, b, c in rounds))
 
 
 @contextmanager

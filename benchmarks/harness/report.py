@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.contest import Times
+from benchmarks.harness.contest import Ratio, Times
 from benchmarks.harness.machine import machine, versions
 from benchmarks.harness.options import Options
 
@@ -57,6 +57,18 @@ class Target:
         if self.at_most is not None:
             words.append(f"at most {self.at_most:g}")
         return ", ".join(words)
+
+    def as_json(self) -> dict[str, Any]:
+        """What is known; the quartiles of the rounds, if it is a ratio over several."""
+        facts: dict[str, Any] = {
+            "claim": self.claim,
+            "found": round(self.found, 4) if self.known else None,
+            "target": self.bound or None,
+            "met": self.met if self.known else None,
+        }
+        if isinstance(self.found, Ratio):
+            facts["quartiles"] = [round(each, 4) for each in self.found.quartiles]
+        return facts
 
 
 @dataclass
@@ -122,15 +134,7 @@ class Report:
             "versions": versions(),
             "title": self.title,
             "rows": [dict(zip(self.columns, row, strict=True)) for row in self.rows],
-            "targets": [
-                {
-                    "claim": each.claim,
-                    "found": round(each.found, 4) if each.known else None,
-                    "target": each.bound or None,
-                    "met": each.met if each.known else None,
-                }
-                for each in self.targets
-            ],
+            "targets": [each.as_json() for each in self.targets],
             "notes": self.notes,
         }
 
