@@ -213,7 +213,7 @@ class PipelinedModule:
         self.pipeline.close()
 
     def __str__(self) -> str:
-        """A line for each module with its cut, then what is around and what could be piped."""
+        """A line for each module with its cut, what is around and what could be piped; the plan."""
         lines = []
         for piped, layout in zip(self.modules, self.pipeline.layouts, strict=True):
             cut = ", ".join(f"{part} on {layout.where(part.index)}" for part in layout.partitions)
@@ -235,6 +235,8 @@ class PipelinedModule:
             lines[-1] += (
                 f"; not piped: {', '.join(map(repr, others))} (module={paths} pipes them too)"
             )
+        if self.pipeline.plan is not None:
+            lines.append(f"GPipe's plan is {self.pipeline.plan}")
         return ".\n".join(lines) + "."
 
 

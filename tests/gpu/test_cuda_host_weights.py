@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -455,3 +456,34 @@ def test_plan_fits(limited: Limit, devices: int, room: int, weights: Weights) ->
     assert pipeline.plan is not None
     assert pipeline.layout.weights == pipeline.plan.settings.weights == weights
     assert_same(found, expected)
+
+
+class Wide(Classifier):
+    """A model whose weights, with gradients and states, are larger than its activations."""
+
+    def __init__(self, optimizer: str = "adam", scheduled: bool = False) -> None:
+        widths = [FEATURES, *[64] * 7, WIDTH]
+        layers = (layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.Tanh()))
+        super().__init__(optimizer, scheduled, layers=nn.Sequential(*layers))
+
+
+@pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="a GPU's blocks are larger")
+def test_fit_with_a_plan_for_less_memory(
+    tmp_path: Path, limited: Limit, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device has room for three quarters of weights, gradients and optimizer states."""
+
+    def run(*balance: Any, **options: Any) -> L.Trainer:
+        strategy = GPipeStrategy(*balance, **options)
+        return fitted(tmp_path, strategy, build=Wide, accelerator="gpu", devices=1)
+
+    expected = run([16], chunks=4)
+    size = sum(parameter.nbytes for parameter in Wide().parameters())
+    limited(0, torch.cuda.memory_allocated(0) + 3 * size)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run([16], chunks=4)
+    found = run("time", chunks="auto", activation_checkpointing="auto", weights="auto")
+
+    assert "weights='host'" in caplog.text
+    assert_same_weights(found, expected)

@@ -89,7 +89,8 @@ def run_drawn(case: Case, outside: Around, owners: Owners | None) -> Came:
         outcome = pipeline.by_micro_batch(step, x, schedule=schedule_of(case), around=scales)
         assert outcome.loss is not None
         losses.append(outcome.loss.detach())
-        outcome.loss.backward()
+        if outcome.loss.requires_grad:  # else all is frozen
+            outcome.loss.backward()
     pipeline.close()
     return come_of(losses, module, scales)
 
