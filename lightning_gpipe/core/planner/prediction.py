@@ -201,10 +201,10 @@ class Prediction:
         if self.settings.order.definition.patterns is None:
             return (bisect_left(range(m), True, key=self._fits_with),) * n
         patterns = self.settings.order.patterns(m, self.placement)
-        numbers = {
-            device: RowMemory(pattern).least_recomputed(self._actions, self.room[device])
-            for device, pattern in zip(self.workers, patterns, strict=True)
-        }
+        numbers, guess = {}, 0
+        for device, pattern in zip(self.workers, patterns, strict=True):
+            row = RowMemory(pattern)
+            numbers[device] = guess = row.least_recomputed(self._actions, self.room[device], guess)
         return tuple(numbers[device] for device in self.devices)
 
     def _fits_with(self, recomputed: int) -> bool:

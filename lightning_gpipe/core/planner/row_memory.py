@@ -6,7 +6,6 @@ from the row alone, without the times of the schedule.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -42,14 +41,26 @@ class RowMemory:
         total = changes[:, 0] + changes[:, 1]  # faster than a sum over so short an axis
         return float(total[self._order].cumsum().max()) + max(map(costs.under_way, self._stages))
 
-    def least_recomputed(self, costs: ActionCosts, room: float) -> int:
-        """Return how many micro-batches its stages must recompute at least; all if none will do."""
+    def least_recomputed(self, costs: ActionCosts, room: float, guess: int = 0) -> int:
+        """Return how many micro-batches its stages must recompute at least; all if none will do.
+
+        The search begins at a guess, as a neighbour's number is most often near.
+        """
         m = costs.micro_batches
 
         def fits(number: int) -> bool:
             return self.peak(costs.recomputing([number] * costs.stages)) <= room
 
-        return 0 if fits(0) else bisect_left(range(m), True, 1, m, key=fits)
+        least, most, step = 0, m, 1
+        while least < most:
+            if fits(guess):
+                most, guess = guess, guess - step
+            else:
+                least, guess = guess + 1, guess + step
+            if not least <= guess < most:
+                guess = (least + most) // 2
+            step *= 2
+        return most
 
 
 def _columns(visits: Sequence[Visit]) -> tuple[Indices, Indices]:
