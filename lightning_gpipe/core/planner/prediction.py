@@ -18,7 +18,7 @@ from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
 from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes
 from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
-from lightning_gpipe.core.planner.row_memory import RowMemory
+from lightning_gpipe.core.planner.row_memory import row_memories
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes
 from lightning_gpipe.core.planner.waves import FREES, Wave, end_and_peaks, waves, waves_of
@@ -200,10 +200,9 @@ class Prediction:
         m, n = len(self.rows), len(self.devices)
         if self.settings.order.definition.patterns is None:
             return (bisect_left(range(m), True, key=self._fits_with),) * n
-        patterns = self.settings.order.patterns(m, self.placement)
+        rows = row_memories(self.settings.order, m, self.placement)
         numbers, guess = {}, 0
-        for device, pattern in zip(self.workers, patterns, strict=True):
-            row = RowMemory(pattern)
+        for device, row in zip(self.workers, rows, strict=True):
             numbers[device] = guess = row.least_recomputed(self._actions, self.room[device], guess)
         return tuple(numbers[device] for device in self.devices)
 
@@ -268,17 +267,13 @@ class Prediction:
         return frozenset(j for sizes in of_device.values() for _, j in sorted(sizes)[-2:])
 
     def _stages(self) -> Iterator[StagePrediction]:
+        sizes = Counter(self.rows).items()
         for j, own in enumerate(self._layers):
             layers = self.profile.layers[own.start : own.stop]
             held = [*layers, self.profile.around] if j == self._outside else layers
-            recomputed = self.settings.recomputed[j]
-            kinds = Counter((rows, i < recomputed) for i, rows in enumerate(self.rows))
-            costs = [
-                (number, again, self._costs[rows][j]) for (rows, again), number in kinds.items()
-            ]
-            time = sum(
-                number * (cost.time + again * cost.dropping) for number, again, cost in costs
-            )
+            recomputed = Counter(self.rows[: self.settings.recomputed[j]])
+            costs = [(number, self._costs[rows][j], recomputed[rows]) for rows, number in sizes]
+            time = sum(number * cost.time + again * cost.dropping for number, cost, again in costs)
             activations, boundaries = self._simulated[1][j].tolist()
             activations += self._under_way.get(j, 0.0)
             yield StagePrediction(
@@ -289,5 +284,5 @@ class Prediction:
                 time / self.places[j].speed,
                 self._static(j)._replace(activations=activations, boundaries=boundaries),
                 self.places[j].memory,
-                sum(number * cost.leaving for number, _, cost in costs),
+                sum(number * cost.leaving for number, cost, _ in costs),
             )

@@ -7,12 +7,13 @@ from the row alone, without the times of the schedule.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
 
 from lightning_gpipe.core.planner.action_costs import ActionCosts, Indices
-from lightning_gpipe.core.schedules import Kind, Pattern, Visit
+from lightning_gpipe.core.schedules import Kind, Pattern, ScheduleKind, Visit
 
 
 class RowMemory:
@@ -61,6 +62,12 @@ class RowMemory:
                 guess = (least + most) // 2
             step *= 2
         return most
+
+
+@lru_cache(maxsize=1)  # of many workers they are large, and asked for again at once
+def row_memories(order: ScheduleKind, m: int, placement: tuple[int, ...]) -> list[RowMemory]:
+    """Return the row of each worker, of a schedule with patterns."""
+    return list(map(RowMemory, order.patterns(m, placement)))
 
 
 def _columns(visits: Sequence[Visit]) -> tuple[Indices, Indices]:

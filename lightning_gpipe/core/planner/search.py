@@ -29,7 +29,7 @@ from lightning_gpipe.core.layout import Around, Weights
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.bounds import Bounds
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.row_memory import RowMemory
+from lightning_gpipe.core.planner.row_memory import row_memories
 from lightning_gpipe.core.planner.settings import (
     PlannedSettings,
     doubled,
@@ -257,7 +257,7 @@ class PlanSearch:
         if order.definition.patterns is None:
             run = waves_of(order.build(m, placement, recomputed), costs)
             return _few(end_and_peaks(run, costs, placement)[1][:, 0].tolist())
-        peaks = [RowMemory(pattern).peak(costs) for pattern in order.patterns(m, placement)]
+        peaks = [row.peak(costs) for row in row_memories(order, m, placement)]
         return _few([peaks[worker] * len(peaks) / n for worker in placement])
 
 
