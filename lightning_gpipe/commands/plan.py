@@ -192,7 +192,6 @@ def _parser() -> ArgumentParser:
     )
     add(
         "--host-speed",
-        default="20GB/s",
         metavar="20GB/s",
         help="of the way between the memory of the host and each device",
     )
@@ -219,7 +218,7 @@ def _speed_of(text: str) -> tuple[float, bool]:
 
 
 def places_of(
-    devices: int | None, memory: Sequence[str], speed: Sequence[str], host_speed: str = "20GB/s"
+    devices: int | None, memory: Sequence[str], speed: Sequence[str], host_speed: str | None = None
 ) -> tuple[list[Place], float | None]:
     """Return the devices, and the operations per second of the first if speeds are absolute.
 
@@ -247,7 +246,8 @@ def places_of(
         )
     first = next((value for value, absolute in speeds if absolute), None)
     way = "--host-speed must be bytes per second such as 20GB/s"
-    bus = _number(host_speed, {f"{unit}/s": size for unit, size in _BYTES.items()}, way)
+    units = {f"{unit}/s": size for unit, size in _BYTES.items()}
+    bus = Place.host_speed if host_speed is None else _number(host_speed, units, way)
     factors = _for_each([value / (first or 1.0) for value, _ in speeds] or [1.0], number)
     places = zip(factors, _for_each(sizes or [inf], number), strict=True)
     return [Place(speed=x, memory=size, host_speed=bus) for x, size in places], first

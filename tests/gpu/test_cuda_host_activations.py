@@ -30,6 +30,18 @@ ROWS = 64  # of a micro-batch
 SAVED = 8 * ROWS * WIDE  # bytes of what each layer saves for a micro-batch
 
 
+def offloading(*layers: nn.Module) -> GPipe:
+    """A pipeline on one GPU with a stage for each layer, none of which recomputes."""
+    return GPipe(
+        nn.Sequential(*layers),
+        [1] * len(layers),
+        devices=[GPU],
+        chunks=4,
+        activation_checkpointing="never",
+        offload_activations=True,
+    )
+
+
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_activations, "_SMALL", 0)
@@ -145,14 +157,7 @@ class Edits(nn.Module):
 
 
 def test_edit_of_what_is_saved() -> None:
-    pipeline = GPipe(
-        nn.Sequential(nn.Linear(8, 8), Edits(), nn.Linear(8, 8)),
-        [1, 1, 1],
-        devices=[GPU],
-        chunks=4,
-        activation_checkpointing="never",
-        offload_activations=True,
-    )
+    pipeline = offloading(nn.Linear(8, 8), Edits(), nn.Linear(8, 8))
     output = pipeline(torch.randn(8, 8, device=GPU))
 
     with pytest.raises(RuntimeError, match="must not be edited between a forward and its backward"):
@@ -174,14 +179,7 @@ class _Forgets(torch.autograd.Function):
 
 def test_what_is_saved_and_not_read() -> None:
     """It comes back, and its memory is given back before anybody has waited for it."""
-    pipeline = GPipe(
-        nn.Sequential(nn.Linear(8, 8), Call(_Forgets.apply), nn.Linear(8, 8)),
-        [1, 1, 1],
-        devices=[GPU],
-        chunks=4,
-        activation_checkpointing="never",
-        offload_activations=True,
-    )
+    pipeline = offloading(nn.Linear(8, 8), Call(_Forgets.apply), nn.Linear(8, 8))
 
     pipeline(torch.randn(8, 8, device=GPU)).sum().backward()
 
@@ -195,14 +193,7 @@ def test_backward_that_comes_before_that_of_the_pipeline() -> None:
             return self.kept * 2
 
     first = Keeps(8, 8)
-    pipeline = GPipe(
-        nn.Sequential(first, nn.Linear(8, 8), nn.Linear(8, 8)),
-        [1, 1, 1],
-        devices=[GPU],
-        chunks=4,
-        activation_checkpointing="never",
-        offload_activations=True,
-    )
+    pipeline = offloading(first, nn.Linear(8, 8), nn.Linear(8, 8))
     output = pipeline(torch.randn(8, 8, device=GPU))
     first.kept.sum().backward()
 

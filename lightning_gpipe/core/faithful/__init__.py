@@ -17,7 +17,7 @@ from lightning_gpipe.core.faithful.layers.replicated_norm import Gather
 from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting, together
 from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.parameter_leaves import (
-    Part,
+    WeightPart,
     has_memory,
     leaf_like,
     parts_of,
@@ -78,7 +78,6 @@ __all__ = [
     "ModuleState",
     "MutationGuard",
     "Norm",
-    "Part",
     "RandomDraws",
     "RandomState",
     "Randomness",
@@ -91,6 +90,7 @@ __all__ = [
     "StageState",
     "Streams",
     "ThreadState",
+    "WeightPart",
     "Write",
     "add_note",
     "check_batch_norms",

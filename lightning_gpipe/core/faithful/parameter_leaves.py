@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 from lightning_gpipe.core.layout import tensors_within, with_tensors
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """A tensor that a weight consists of, at home on the host, and its copy for a device."""
 
     weight: nn.Parameter
@@ -57,11 +57,11 @@ def copy_like(
 
 def hollow_copy(
     weight: nn.Parameter, requires_grad: bool, device: torch.device
-) -> tuple[nn.Parameter, list[Part]]:
+) -> tuple[nn.Parameter, list[WeightPart]]:
     """Return a copy of a weight on a device with placeholders for all values, and its parts."""
     if type(weight) is nn.Parameter:  # as most are
         leaf = leaf_like(weight, requires_grad, placeholder(weight, device))
-        return leaf, [Part(weight, weight, leaf)]
+        return leaf, [WeightPart(weight, weight, leaf)]
 
     def hollow(tensor: Tensor) -> Tensor:
         if tensor.device != weight.device:
@@ -70,7 +70,7 @@ def hollow_copy(
 
     leaf = _copy(weight, requires_grad, device, hollow)
     pairs = zip(parts_of(weight), parts_of(leaf), strict=True)
-    parts = [Part(weight, at_home, copy) for at_home, copy in pairs if at_home is not copy]
+    parts = [WeightPart(weight, at_home, copy) for at_home, copy in pairs if at_home is not copy]
     for part in parts:
         part.copy.data = placeholder(part.at_home, device)
     return leaf, parts

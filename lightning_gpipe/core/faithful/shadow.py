@@ -29,7 +29,7 @@ from lightning_gpipe.core.data import checksums
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.parameter_leaves import (
-    Part,
+    WeightPart,
     copy_like,
     has_memory,
     hollow_copy,
@@ -90,7 +90,7 @@ class Shadows:
         self._on_host = on_host
         self.examined = examined
         self._checksums: dict[int, Tensor] = {}  # of copies, by id as above
-        self.hosted: list[Part] = []
+        self.hosted: list[WeightPart] = []
         self.in_place = False
         for module in modules:
             slots = module._parameters

@@ -169,12 +169,9 @@ class GPipe(StandIn):
         group: ProcessGroup | None = None,
         lost_after: timedelta | None = None,
     ) -> None:
+        mode = activation_checkpointing
         requested = Requested(
-            chunks,
-            activation_checkpointing,
-            split_backward=split_backward,
-            weights=weights,
-            offload_activations=offload_activations,
+            chunks, mode, "fill_drain", split_backward, weights, offload_activations
         )
         requested.check()
         check_around(around)

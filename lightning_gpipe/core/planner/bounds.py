@@ -12,7 +12,7 @@ from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, si
 
 
 @dataclass(frozen=True)
-class Bounds:
+class LowerBounds:
     """The bounds of the candidates of a search, and what of its devices and profiles they take.
 
     Attributes:

@@ -27,7 +27,7 @@ from lightning_gpipe.core.balance import (
 )
 from lightning_gpipe.core.layout import Around, Weights
 from lightning_gpipe.core.planner.action_costs import ActionCosts
-from lightning_gpipe.core.planner.bounds import Bounds
+from lightning_gpipe.core.planner.bounds import LowerBounds
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.row_memory import row_memories
 from lightning_gpipe.core.planner.settings import (
@@ -136,8 +136,8 @@ class PlanSearch:
         return min(map(self.predicted, hopeful), key=lambda prediction: max(prediction.missing))
 
     @cached_property
-    def _bounds(self) -> Bounds:
-        return Bounds(self.profiles, self.places, self.rows)
+    def _bounds(self) -> LowerBounds:
+        return LowerBounds(self.profiles, self.places, self.rows)
 
     @cached_property
     def predicted(self) -> Callable[[PlannedSettings], Prediction]:
