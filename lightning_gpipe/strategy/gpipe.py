@@ -128,8 +128,8 @@ class GPipeStrategy(ParallelStrategy):
         weights: Where the weights of the stages are between their uses, with their gradients and
             the states of the optimizers: on the ``"device"`` of the stage, or on the ``"host"``,
             for models larger than the devices. ``"auto"`` plans it, as ``chunks``.
-        offload_activations: Whether what is kept for a backward waits for it on the host.
-            ``"auto"`` plans it, as ``chunks``.
+        offload_activations: Whether what is kept for a backward waits for it on the host, or how
+            many micro-batches of each stage, as a list. ``"auto"`` plans it, as ``chunks``.
         verify: Whether to compare the pipeline with a plain run on the first training batch, which
             has no effect on training. If output, gradients or buffers differ, a RuntimeError names
             the layer; a difference with a known reason, such as a batch norm, is a warning. The
@@ -197,7 +197,7 @@ class GPipeStrategy(ParallelStrategy):
         verify: bool | Literal["sample"] = "sample",
         around: Literal["last", "first"] = "last",
         weights: Literal["device", "host", "auto"] = "device",
-        offload_activations: bool | Literal["auto"] = False,
+        offload_activations: bool | Literal["auto"] | list[int] = False,
         processes: Mode = "single",
         outputs: Literal["all", "last", "auto"] = "auto",
         timeout: timedelta = default_pg_timeout,

@@ -20,6 +20,7 @@ from lightning_gpipe.core.run import Threads, check_threads, greenlets
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
     AnySchedule,
+    OffloadActivations,
     as_block,
     check_schedule,
     is_by_micro_batch,
@@ -56,7 +57,7 @@ class StrategyOptions:
     verify: bool | Literal["sample"]
     around: Around
     weights: Weights | Literal["auto"]
-    offload_activations: bool | Literal["auto"]
+    offload_activations: OffloadActivations | Literal["auto"]
     processes: Mode
     outputs: Outputs
     timeout: timedelta

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipe, GPipeStrategy
 from lightning_gpipe.core.layout import Weights
 from lightning_gpipe.core.run.host import waiting_activations
-from lightning_gpipe.core.schedules import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing, OffloadActivations
 from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers
 from tests.support.lightning_modules import Classifier, assert_same_weights, fitted
 from tests.support.models import Call
@@ -84,6 +84,29 @@ def test_memory_no_longer_grows_with_the_micro_batches(mode: ActivationCheckpoin
     assert offloaded <= kept - 8 * (6 if mode == "never" else 1)
 
 
+def test_memory_falls_with_the_number_that_waits() -> None:
+    """Eight micro-batches of a stage of eight layers; the last one has no time to leave."""
+
+    def run(number: int) -> float:
+        pipeline = GPipe(
+            tall(),
+            [9],
+            devices=[GPU],
+            chunks=8,
+            activation_checkpointing="never",
+            offload_activations=[number],
+        )
+        return peak(pipeline, 8)
+
+    of_number = [run(k) for k in (0, 2, 4, 6, 9)]
+
+    # Each that waits takes with it what its layers saved, but for its output.
+    assert of_number[0] - of_number[1] >= 2 * 7
+    assert of_number[1] - of_number[2] >= 2 * 7
+    assert of_number[2] - of_number[3] >= 2 * 7 - 8  # another one comes meanwhile
+    assert of_number[3] >= of_number[4]
+
+
 @pytest.mark.parametrize("weights", ["device", "host"])
 @pytest.mark.parametrize("mode", ["always", "except_last", "never", 2])
 @pytest.mark.parametrize("split", [False, True])
@@ -92,7 +115,7 @@ def test_numbers_are_the_same_to_the_bit(
 ) -> None:
     model = layers(nn.Dropout(0.3), nn.BatchNorm1d(32))
 
-    def run(offload: bool) -> list[Any]:
+    def run(offload: OffloadActivations) -> list[Any]:
         torch.manual_seed(5)
         torch.cuda.manual_seed_all(5)
         pipeline = GPipe(
@@ -113,7 +136,10 @@ def test_numbers_are_the_same_to_the_bit(
             losses.append(loss.detach())
         return [losses, x.grad, gradients(pipeline), dict(pipeline.named_buffers())]
 
-    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+    expected = run(False)
+
+    torch.testing.assert_close(run(True), expected, rtol=0, atol=0)
+    torch.testing.assert_close(run([3, 0, 1, 9]), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +168,10 @@ def test_loss_for_each_micro_batch(schedule: Any, stages: int) -> None:
         outcome.loss.backward()
         return [outcome.loss.detach(), gradients(pipeline)]
 
-    found, expected = run(offload_activations=True), run()
+    expected = run()
 
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for offload in (True, [2, 1] * (stages // 2)):
+        torch.testing.assert_close(run(offload_activations=offload), expected, rtol=0, atol=0)
 
 
 class Edits(nn.Module):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_gpipe.core.layout import Weights
 from lightning_gpipe.core.run.host import waiting_activations
-from lightning_gpipe.core.schedules import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing, OffloadActivations
 from tests.gpu.models import ON_GPU
 from tests.simcuda.hazards import NAME, FailOnHazard
 from tests.support.drawn import check, pipe
@@ -58,11 +58,13 @@ fewer = settings(max_examples=settings().max_examples // 4)
 @given(
     case=cases(models()).filter(simulated),
     weights=st.sampled_from(get_args(Weights)),
-    offload=st.booleans(),
+    offload=st.one_of(st.booleans(), st.lists(st.integers(0, 4), min_size=8, max_size=8)),
 )
 def test_drawn_models(
-    hazards: Callable[[], list[str]], case: Case, weights: Weights, offload: bool
+    hazards: Callable[[], list[str]], case: Case, weights: Weights, offload: OffloadActivations
 ) -> None:
+    if isinstance(offload, list):
+        offload = offload[: len(case.balance)]
     assume(weights == "device" or "momentum" not in case.model.words)  # which edits a weight
     with patch.object(waiting_activations, "_SMALL", 0):
         check(case, gpus, weights=weights, offload_activations=offload)

@@ -36,7 +36,7 @@ from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.programs import RouteName
 from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline, check_threads
-from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
+from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch, OffloadActivations
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
 from lightning_gpipe.core.transport import Workers
@@ -97,8 +97,9 @@ class GPipe(StandIn):
             stage at work and of its next one; buffers, and what is around the pipeline, stay on
             devices. ``"auto"`` plans it, as ``chunks``.
         offload_activations: Whether what is kept for a backward waits for it in the memory of the
-            host: the inputs of a micro-batch that is recomputed, of others what autograd saves.
-            ``"auto"`` plans it, as ``chunks``.
+            host: the inputs of a micro-batch that is recomputed, of others what autograd saves. A
+            list such as ``[3, 1, 0]`` says how many micro-batches of those that each stage holds at
+            its peak wait there. ``"auto"`` plans it, as ``chunks``.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer. ``"auto"`` plans
             it: the layers are measured on the ``sample``, and the fastest prediction that fits the
             devices is taken.
@@ -162,7 +163,7 @@ class GPipe(StandIn):
         around: Around = "last",
         folded: bool = False,
         weights: Weights | Literal["auto"] = "device",
-        offload_activations: bool | Literal["auto"] = False,
+        offload_activations: OffloadActivations | Literal["auto"] = False,
         sample: Any = None,
         optimizer: Optimizers = None,
         owners: Sequence[int] | None = None,

@@ -28,8 +28,10 @@ from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run import Engine, Stage, Threads, ThreadsOrInline, UserStep
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
+    OffloadActivations,
     Schedule,
     check_activation_checkpointing,
+    check_offload_activations,
     fill_drain,
     recomputed_by_stage,
 )
@@ -65,7 +67,7 @@ class Pipeline:
         activation_checkpointing: ActivationCheckpointing,
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
-        offload_activations: bool,
+        offload_activations: OffloadActivations,
         threads: Threads,
         split_backward: bool,
         workers: Workers,
@@ -76,6 +78,7 @@ class Pipeline:
         self.split_backward = split_backward
         self.microbatching = microbatching
         self._deferred_batch_norm = deferred_batch_norm
+        check_offload_activations(offload_activations, layout.n)
         self._offload_activations = offload_activations
         self._threads = threads
         self.engine = self._engine(layout, workers, connection, number)

@@ -7,7 +7,7 @@ of a split one leaves some bytes until the gradients of the weights are computed
 
 Activations that wait on the host are on the device only around the actions that need them: those of
 the action at work, and those on their way. The way is beside what is computed, so an action takes
-as long as the longer of both.
+as long as the longer of both. If those of some micro-batches wait there, each has a share of that.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ActionCosts:
         places: The device of each stage.
         transfers: The times in which the weights of each stage come from the host, and in which
             their gradients go there; empty if they are on the devices.
-        under_way: The number of micro-batches whose activations are on the device at once, if they
-            wait on the host; 0 if they do not.
+        offloaded: The share of each stage's micro-batches whose activations wait on the host.
+        under_way: Of these, how many each stage has on its device at once.
 
     Attributes:
         micro_batches, stages: Their numbers.
@@ -53,7 +53,8 @@ class ActionCosts:
         places: Sequence[Place],
         *,
         transfers: Sequence[tuple[float, float]] = (),
-        under_way: int = 0,
+        offloaded: Sequence[float] = (),
+        under_way: Sequence[float] = (),
     ) -> None:
         sizes = list(costs)
         self.micro_batches, self.stages = len(rows), len(recomputed)
@@ -71,13 +72,14 @@ class ActionCosts:
         saved, entering, left = map(each, ("saved", "entering", "left"))
         nothing = np.zeros_like(forward)
         keeping, again = backward, backward
-        self._under_way = under_way * np.stack([saved + entering, entering]).max(axis=1)
-        if under_way:
-            buses = np.array([place.host_speed for place in places])
-            moved, moved_inputs = (saved + entering) / buses, entering / buses
+        away = np.array(offloaded or nothing[0])
+        whole = np.stack([saved + entering, entering])
+        self._under_way = np.array(under_way or nothing[0]) * whole.max(axis=1)
+        if away.any():
+            moved, moved_inputs = away * whole / np.array([place.host_speed for place in places])
             forward, dropping = np.maximum(forward, moved), np.maximum(dropping, moved_inputs)
             keeping, again = np.maximum(backward, moved), np.maximum(backward, moved_inputs)
-        kept, inputs = (nothing, nothing) if under_way else (saved, entering)
+        kept, inputs = (1 - away) * saved, (1 - away) * entering
         # By the number of rows, whether it is recomputed, and the stage.
         self._times: dict[Kind, NDArray[np.float64]] = {
             Kind.FORWARD: np.stack([forward, dropping], axis=1),

@@ -58,7 +58,7 @@ def fitting_plans(search: PlanSearch) -> list[Prediction]:
     """
     free = replace(search, stages=None, balance=None, chunks=None, activation_checkpointing=None)
     measured = tuple(filter(search.is_measured, KINDS))
-    offloaded = replace(free, offload=(False, True))
+    offloaded = replace(free, offload=(False, "auto"))
     for other in (free, offloaded, replace(offloaded, orders=measured)):
         if other != search and (fastest := other.fastest(other.candidates())) is not None:
             return [fastest]

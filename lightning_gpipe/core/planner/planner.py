@@ -24,10 +24,12 @@ from lightning_gpipe.core.planner.settings import PlannedSettings, near
 from lightning_gpipe.core.schedules import (
     KINDS,
     ActivationCheckpointing,
+    OffloadActivations,
     ScheduleKind,
     ScheduleName,
     check_activation_checkpointing,
     check_by_micro_batch,
+    check_offload_activations,
     counted,
     kinds_for,
 )
@@ -88,7 +90,7 @@ def plan_for(
     split_backward: bool | None = False,
     around: Around = "last",
     weights: Sequence[Weights] = ("device",),
-    offload: Sequence[bool] = (False,),
+    offload: Sequence[OffloadActivations | Literal["auto"]] = (False,),
     every_device: bool = False,
 ) -> Plan:
     """Return the plan with the least predicted time of those that fit the devices.
@@ -111,7 +113,8 @@ def plan_for(
         around: The stage whose device has the modules around the layers.
         weights: Where the weights may be between their uses: ``"device"``, ``"host"`` or both, of
             which the host is taken only if nothing else fits.
-        offload: Whether activations may wait on the host: False, True or both.
+        offload: What of the activations may wait on the host: False nothing, True all, numbers of
+            micro-batches of each stage, ``"auto"`` as few as fit.
         every_device: Whether each device must have a stage.
 
     Raises:
@@ -122,10 +125,14 @@ def plan_for(
     profiles = (profiles,) if isinstance(profiles, ModelProfile) else tuple(profiles)
     if balance is not None:
         stages = len(balance)
-    elif isinstance(activation_checkpointing, list | tuple) and stages is None:
-        stages = len(activation_checkpointing)
+    listed = [x for x in (activation_checkpointing, *offload) if isinstance(x, list | tuple)]
+    if stages is None and listed:
+        stages = len(listed[0])
     if activation_checkpointing is not None:
         check_activation_checkpointing(activation_checkpointing, stages)
+    for choice in offload:
+        if choice != "auto":
+            check_offload_activations(choice, stages)
     search = PlanSearch(
         profiles,
         tuple(places),
@@ -138,7 +145,7 @@ def plan_for(
         around,
         kinds_for(schedule, split_backward),
         tuple(weights),
-        tuple(offload),
+        tuple(x if isinstance(x, bool | str) else tuple(x) for x in offload),
         every_device,
     )
     if split_backward is None or schedule == "auto":
@@ -204,14 +211,15 @@ def _in_other_ways(search: PlanSearch, best: PlannedSettings) -> Iterator[Predic
 
     Then, where they were to be chosen, the fastest with weights or activations elsewhere.
     """
-    here = replace(search, weights=(best.weights,), offload=(best.offload,))
+    offload = next(choice for choice in search.offload if bool(choice) == bool(best.offload))
+    here = replace(search, weights=(best.weights,), offload=(offload,))
     for order in KINDS:
         placement = order.placement(best.stages, len(search.places))
         if order != best.order and order.possible(best.chunks, placement):
             same = replace(here, stages=best.stages, chunks=best.chunks, orders=(order,))
             yield from _fastest_or_nearest(same)
     for weights, offload in product(search.weights, search.offload):
-        if (weights, offload) != (best.weights, best.offload):
+        if (weights, bool(offload)) != (best.weights, bool(best.offload)):
             yield from _fastest_or_nearest(replace(search, weights=(weights,), offload=(offload,)))
 
 

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
+from operator import ge
 from typing import Any, Literal
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
 from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes
 from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
-from lightning_gpipe.core.planner.row_memory import row_memories
+from lightning_gpipe.core.planner.row_memory import most_alive, row_memories
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes
 from lightning_gpipe.core.planner.waves import FREES, Wave, end_and_peaks, waves, waves_of
-from lightning_gpipe.core.schedules import Action, Span
+from lightning_gpipe.core.schedules import Action, Span, offloaded_by_stage
 
 
 @dataclass(frozen=True)
@@ -150,16 +151,32 @@ class Prediction:
 
     @cached_property
     def _actions(self) -> ActionCosts:
-        # Three with forwards and backwards in turns: one that leaves, one that comes, one at work.
-        under_way = 2 + self.settings.order.by_micro_batch if self.settings.offload else 0
+        offloaded, under_way = self._offloaded()
         return ActionCosts(
             self._costs,
             self.rows,
             self.settings.recomputed,
             self.places,
             transfers=self._transfers,
+            offloaded=offloaded,
             under_way=under_way,
         )
+
+    def _offloaded(self) -> tuple[list[float], list[float]]:
+        """The share of each stage's micro-batches that wait on the host, and of these those here.
+
+        Three with forwards and backwards in turns: one that leaves, one that comes, one at work.
+        """
+        order, offload = self.settings.order, self.settings.offload
+        if not offload:
+            return [], []
+        n, most = len(self.devices), 2 + order.by_micro_batch
+        alive = most_alive(order, len(self.rows), self.placement)
+        numbers = offloaded_by_stage(True if offload == "auto" else offload, n)
+        waiting = list(map(min, numbers, alive))
+        return [k / of for k, of in zip(waiting, alive, strict=True)], [
+            min(k, most) for k in waiting
+        ]
 
     @property
     def _transfers(self) -> list[tuple[float, float]]:
@@ -193,22 +210,47 @@ class Prediction:
         return end_and_peaks(self._waves(), self._actions, self.placement)
 
     def least_recomputed(self) -> tuple[int, ...]:
-        """Return the least number of micro-batches for each stage with which its device fits.
+        """Return the least number of micro-batches that each stage must recompute to fit."""
+        n = len(self.devices)
+        return self._least(
+            len(self.rows),
+            lambda number: self._actions.recomputing([number] * n),
+            lambda number: self._with(recomputed=(number,) * n),
+        )
 
-        All stages of a device recompute as many and, if the rows are no patterns, all devices do.
+    def least_offloaded(self) -> Literal[True] | tuple[int, ...]:
+        """Return the least number of micro-batches of each stage that must wait on the host.
+
+        That is True if all must, or not even that fits.
+        """
+        n = len(self.devices)
+        alive = most_alive(self.settings.order, len(self.rows), self.placement)
+        away = cache(lambda number: self._with(offload=(number,) * n))
+        numbers = self._least(max(alive), lambda number: away(number)._actions, away)
+        return True if all(map(ge, numbers, alive)) else numbers
+
+    def _least(
+        self,
+        most: int,
+        costs: Callable[[int], ActionCosts],
+        others: Callable[[int], Prediction],
+    ) -> tuple[int, ...]:
+        """Return for each stage the least number, up to ``most``, with which its device fits.
+
+        Costs and predictions follow from the same number for all stages. All stages of a device
+        have the same and, if the rows are no patterns, all devices have.
         """
         m, n = len(self.rows), len(self.devices)
         if self.settings.order.definition.patterns is None:
-            return (bisect_left(range(m), True, key=self._fits_with),) * n
-        rows = row_memories(self.settings.order, m, self.placement)
+            return (bisect_left(range(most), True, key=lambda k: not any(others(k).missing)),) * n
         numbers, guess = {}, 0
+        rows = row_memories(self.settings.order, m, self.placement)
         for device, row in zip(self.workers, rows, strict=True):
-            numbers[device] = guess = row.least_recomputed(self._actions, self.room[device], guess)
+            numbers[device] = guess = row.least(costs, most, self.room[device], guess)
         return tuple(numbers[device] for device in self.devices)
 
-    def _fits_with(self, recomputed: int) -> bool:
-        settings = self.settings._replace(recomputed=(recomputed,) * len(self.devices))
-        return not any(replace(self, settings=settings).missing)
+    def _with(self, **settings: Any) -> Prediction:
+        return replace(self, settings=self.settings._replace(**settings))
 
     @cached_property
     def room(self) -> dict[int, float]:

@@ -6,7 +6,7 @@ from the row alone, without the times of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -14,6 +14,8 @@ import numpy as np
 
 from lightning_gpipe.core.planner.action_costs import ActionCosts, Indices
 from lightning_gpipe.core.schedules import Kind, Pattern, ScheduleKind, Visit
+
+_CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1}  # of the micro-batches that are alive
 
 
 class RowMemory:
@@ -34,6 +36,14 @@ class RowMemory:
         }
         self._order = np.argsort(np.concatenate([keys for _, keys in self._visits.values()]))
 
+    def most_alive(self) -> dict[int, int]:
+        """Return for each of its stages the most micro-batches between forward and backward."""
+        visits = {kind: visit for kind, (visit, _) in self._visits.items()}
+        stages = np.concatenate([of_kind[1] for of_kind in visits.values()])[self._order]
+        changes = np.repeat([_CHANGE.get(kind, 0) for kind in visits], len(stages) // len(visits))
+        changes = changes[self._order]
+        return {j: int(changes[stages == j].cumsum().max()) for j in self._stages}
+
     def peak(self, costs: ActionCosts) -> float:
         """Return the most bytes that the actions hold at once, and those on their way."""
         changes = np.concatenate(
@@ -42,17 +52,18 @@ class RowMemory:
         total = changes[:, 0] + changes[:, 1]  # faster than a sum over so short an axis
         return float(total[self._order].cumsum().max()) + max(map(costs.under_way, self._stages))
 
-    def least_recomputed(self, costs: ActionCosts, room: float, guess: int = 0) -> int:
-        """Return how many micro-batches its stages must recompute at least; all if none will do.
+    def least(
+        self, costs: Callable[[int], ActionCosts], most: int, room: float, guess: int = 0
+    ) -> int:
+        """Return the least number by whose costs the row fits; ``most`` if none does.
 
         The search begins at a guess, as a neighbour's number is most often near.
         """
-        m = costs.micro_batches
 
         def fits(number: int) -> bool:
-            return self.peak(costs.recomputing([number] * costs.stages)) <= room
+            return self.peak(costs(number)) <= room
 
-        least, most, step = 0, m, 1
+        least, guess, step = 0, min(guess, most), 1
         while least < most:
             if fits(guess):
                 most, guess = guess, guess - step
@@ -62,6 +73,24 @@ class RowMemory:
                 guess = (least + most) // 2
             step *= 2
         return most
+
+
+@lru_cache(maxsize=64)
+def most_alive(order: ScheduleKind, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for each stage the most micro-batches between their forward and their backward."""
+    if not order.by_micro_batch:
+        return (m,) * len(placement)
+    numbers: dict[int, int] = {}
+    if order.definition.patterns is not None:
+        for row in row_memories(order, m, placement):
+            numbers |= row.most_alive()
+    else:
+        alive = [0] * len(placement)
+        for action in chain.from_iterable(order.build(m, placement, 0).rows):
+            if action.kind in _CHANGE:
+                alive[action.j] += _CHANGE[action.kind]
+                numbers[action.j] = max(numbers.get(action.j, 0), alive[action.j])
+    return tuple(numbers[j] for j in range(len(placement)))
 
 
 @lru_cache(maxsize=1)  # of many workers they are large, and asked for again at once

@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import ceil, inf, log2
+from typing import Literal
 
 from lightning_gpipe.core.balance import (
     LayerCosts,
@@ -68,7 +69,7 @@ class PlanSearch:
     around: Around = "last"
     orders: tuple[ScheduleKind, ...] = (FILL_DRAIN,)
     weights: tuple[Weights, ...] = ("device",)
-    offload: tuple[bool, ...] = (False,)
+    offload: tuple[bool | tuple[int, ...] | Literal["auto"], ...] = (False,)
     every_device: bool = False
 
     def is_measured(self, order: ScheduleKind) -> bool:
@@ -174,12 +175,13 @@ class PlanSearch:
         return best
 
     def _fitted(self, candidate: PlannedSettings, balance: tuple[int, ...]) -> Prediction:
-        """Predict a balance; if that is open, each device recomputes as little as fits."""
-        if candidate.recomputed:
-            return self._with(candidate, balance)
-        keeping = self._with(candidate._replace(recomputed=(0,) * candidate.stages), balance)
-        numbers = keeping.least_recomputed()
-        return self._with(candidate._replace(recomputed=numbers), balance)
+        """Predict a balance; where that is open, each device recomputes and moves what it must."""
+        if not candidate.recomputed:
+            keeping = self._with(candidate._replace(recomputed=(0,) * candidate.stages), balance)
+            candidate = candidate._replace(recomputed=keeping.least_recomputed())
+        if candidate.offload == "auto":
+            candidate = candidate._replace(offload=self._with(candidate, balance).least_offloaded())
+        return self._with(candidate, balance)
 
     def _costs(self, candidate: PlannedSettings) -> LayerCosts:
         m, split = candidate.chunks, candidate.order.split
@@ -233,11 +235,15 @@ class PlanSearch:
 
     def _alive(self, candidate: PlannedSettings, recomputed: tuple[int, ...]) -> list[float]:
         """The number of micro-batches that each stage holds at the peak of its device."""
-        if candidate.offload:
-            return [
-                2.0 + candidate.order.by_micro_batch - (k >= candidate.chunks) for k in recomputed
-            ]
-        return self._alive_at_peak(candidate.order, candidate.chunks, recomputed)
+        offload, most = candidate.offload, 2.0 + candidate.order.by_micro_batch
+        under_way = [most - (k >= candidate.chunks) for k in recomputed]
+        if offload is True or offload == "auto":
+            return under_way
+        alive = self._alive_at_peak(candidate.order, candidate.chunks, recomputed)
+        if not offload:
+            return alive
+        left = [a - k + min(k, most) for a, k in zip(alive, offload, strict=True)]
+        return list(map(max, left, under_way))
 
     @cached_property
     def _alive_at_peak(self) -> Callable[[ScheduleKind, int, tuple[int, ...]], list[float]]:
@@ -264,7 +270,7 @@ class PlanSearch:
 def _complexity(candidate: PlannedSettings) -> tuple[bool, bool, int]:
     """A number that is less for what is simpler."""
     order = KINDS.index(candidate.order) if candidate.order in KINDS else len(KINDS)
-    return candidate.weights == "host", candidate.offload, order
+    return candidate.weights == "host", bool(candidate.offload), order
 
 
 def _merit(prediction: Prediction) -> tuple[float, float]:

@@ -22,7 +22,8 @@ class PlannedSettings(NamedTuple):
         order: The schedule, with whole or with split backwards.
         balance: The number of layers in each stage; empty while it is not known.
         weights: Where the weights are between their uses.
-        offload: Whether activations wait on the host.
+        offload: Whether activations wait on the host, or how many micro-batches of each stage;
+            ``"auto"`` while they are to be as few as fit.
     """
 
     stages: int
@@ -31,7 +32,7 @@ class PlannedSettings(NamedTuple):
     order: ScheduleKind = FILL_DRAIN
     balance: tuple[int, ...] = ()
     weights: Weights = "device"
-    offload: bool = False
+    offload: bool | tuple[int, ...] | Literal["auto"] = False
 
     def alike(self, recomputed: int) -> PlannedSettings:
         """Return the candidate in which all stages recompute as many micro-batches."""
@@ -48,6 +49,13 @@ class PlannedSettings(NamedTuple):
         return "always" if number == self.chunks else number
 
     @property
+    def offload_activations(self) -> bool | list[int]:
+        """The argument for the engine."""
+        if isinstance(self.offload, tuple):
+            return any(self.offload) and list(self.offload)
+        return bool(self.offload)
+
+    @property
     def arguments(self) -> list[str]:
         """The user's arguments for them, but for the balance, without defaults; lists in brief."""
         mode = self.activation_checkpointing
@@ -57,20 +65,21 @@ class PlannedSettings(NamedTuple):
             arguments.append(self.order.arguments)
         if self.weights == "host":
             arguments.append("weights='host'")
-        if self.offload:
-            arguments.append("offload_activations=True")
+        if offload := self.offload_activations:
+            numbers = offload if isinstance(offload, bool) else _listed(offload)
+            arguments.append(f"offload_activations={numbers}")
         return arguments
 
     @property
     def on_host(self) -> str:
         """What is in the memory of the host, in words."""
-        there = ["weights"] * (self.weights == "host") + ["activations"] * self.offload
-        return ", ".join(there)
+        places = {"weights": self.weights == "host", "activations": self.offload_activations}
+        return ", ".join(name for name, there in places.items() if there)
 
     @property
     def _others(self) -> tuple[ScheduleKind, Weights, bool]:
         """The settings that are no numbers."""
-        return self.order, self.weights, self.offload
+        return self.order, self.weights, bool(self.offload)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the arguments as numbers, strings and lists, for JSON."""
@@ -81,7 +90,7 @@ class PlannedSettings(NamedTuple):
             "schedule": self.order.schedule,
             "split_backward": self.order.split,
             "weights": self.weights,
-            "offload_activations": self.offload,
+            "offload_activations": self.offload_activations,
         }
 
     def __str__(self) -> str:

@@ -44,7 +44,14 @@ from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTim
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of
 from lightning_gpipe.core.run.step_at_last import StepAtLast
-from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
+from lightning_gpipe.core.schedules import (
+    Action,
+    Kind,
+    OffloadActivations,
+    Schedule,
+    fill_drain,
+    offloaded_by_stage,
+)
 from lightning_gpipe.core.transport import (
     BETWEEN,
     NO_RUN,
@@ -63,7 +70,8 @@ class Engine:
 
     Args:
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
-        offload_activations: Whether activations wait in the memory of the host for their backward.
+        offload_activations: Whether activations wait in the memory of the host for their backward,
+            or how many micro-batches' of each stage at once.
         ways: Chooses threads or one thread for each mini-batch; None leaves it to the transport.
 
     Attributes:
@@ -83,16 +91,12 @@ class Engine:
         transport: Transport,
         *,
         deferred_batch_norm: bool = True,
-        offload_activations: bool = False,
+        offload_activations: OffloadActivations = False,
         ways: ThreadsOrInline | None = None,
     ) -> None:
+        offloads = offloaded_by_stage(offload_activations, layout.n)
         self.stages = tuple(
-            Stage(
-                layout,
-                j,
-                deferred_batch_norm=deferred_batch_norm,
-                offload_activations=offload_activations,
-            )
+            Stage(layout, j, deferred_batch_norm=deferred_batch_norm, offloads=offloads[j])
             for j in layout.stages_here
         )
         self.step = 0

@@ -72,7 +72,7 @@ class Stage:
         layout: The layout.
         j: The index of the stage.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
-        offload_activations: Whether activations wait in the memory of the host for their backward.
+        offloads: How many micro-batches' activations wait in the memory of the host at once.
 
     Attributes:
         last: Whether its outputs are the caller's.
@@ -81,7 +81,7 @@ class Stage:
         skip_bytes: The bytes of skip tensors that leave, in the latest micro-batch.
         followed: The slots of parameters whose home is another device.
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
-        offloads: Whether its activations wait there for their backward.
+        offloads: How many micro-batches' activations wait there at once; inf are all.
         in_backward: Whether its modules have the copies of a backward that runs.
         modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
@@ -99,13 +99,13 @@ class Stage:
         j: int,
         *,
         deferred_batch_norm: bool,
-        offload_activations: bool = False,
+        offloads: float = 0,
     ) -> None:
         self.partition: Partition = layout.partitions[j]
         self.device: torch.device = layout.device_of(j)
         self._times_copied = 0
         self.in_backward = False
-        self.offloads = offload_activations and self.device != HOST
+        self.offloads = offloads if self.device != HOST else 0
         self.last = j == layout.n - 1
         self.arriving: tuple[Route, ...] = layout.arriving(j)
         self.leaving: tuple[Route, ...] = layout.leaving(j)

@@ -13,8 +13,11 @@ from lightning_gpipe.core.schedules.action import (
     successor,
 )
 from lightning_gpipe.core.schedules.host_moves import (
+    OffloadActivations,
     WeightMoves,
     activation_moves,
+    check_offload_activations,
+    offloaded_by_stage,
     weight_moves,
 )
 from lightning_gpipe.core.schedules.patterns import Pattern, Visit
@@ -56,6 +59,7 @@ __all__ = [
     "Block",
     "ByMicroBatch",
     "Kind",
+    "OffloadActivations",
     "Pattern",
     "Row",
     "Schedule",
@@ -68,6 +72,7 @@ __all__ = [
     "as_block",
     "check_activation_checkpointing",
     "check_by_micro_batch",
+    "check_offload_activations",
     "check_planned",
     "check_schedule",
     "counted",
@@ -78,6 +83,7 @@ __all__ = [
     "kind_of",
     "kinds_for",
     "looped",
+    "offloaded_by_stage",
     "predecessors",
     "recomputed_by_stage",
     "schedule_for",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 def looped(n: int, workers: int) -> tuple[int, ...]:
@@ -47,3 +48,17 @@ def check_folded(name: str, m: int, placement: Sequence[int]) -> None:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, as in ``1 stage`` or ``2 stages``."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def is_number(value: Any) -> bool:
+    """Return True for an integer that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_for_each_stage(name: str, numbers: Sequence[int], stages: int) -> None:
+    """Refuse numbers of an argument that are not one for each stage."""
+    if len(numbers) != stages:
+        raise ValueError(
+            f"{name} must have a number for each stage: got {counted(len(numbers), 'number')}, "
+            f"{list(numbers)}, for {counted(stages, 'stage')}."
+        )

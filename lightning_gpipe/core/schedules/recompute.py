@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lightning_gpipe.core.schedules.placement import counted
+from lightning_gpipe.core.schedules.placement import check_for_each_stage, is_number
 
 ActivationCheckpointing = Literal["always", "except_last", "never"] | int | Sequence[int]
 
@@ -34,15 +34,12 @@ def check_activation_checkpointing(
         return
     listed = isinstance(value, list | tuple)
     numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
-    if not isinstance(value, str) and not all(map(_is_number, numbers)):
+    if not isinstance(value, str) and not all(map(is_number, numbers)):
         raise TypeError(f"activation_checkpointing must be {_CHOICES}: got {value!r}.")
     if isinstance(value, str) or not numbers or min(numbers) < 0:
         raise ValueError(f"activation_checkpointing must be {_CHOICES}: got {value!r}.")
-    if listed and stages is not None and len(numbers) != stages:
-        raise ValueError(
-            "activation_checkpointing must have a number for each stage: got "
-            f"{counted(len(numbers), 'number')}, {numbers}, for {counted(stages, 'stage')}."
-        )
+    if listed and stages is not None:
+        check_for_each_stage("activation_checkpointing", numbers, stages)
 
 
 def recomputed_by_stage(value: ActivationCheckpointing, m: int, n: int) -> tuple[int, ...]:
@@ -63,7 +60,3 @@ def recomputed_by_stage(value: ActivationCheckpointing, m: int, n: int) -> tuple
         case int(k):
             return (min(k, m),) * n
     return tuple(min(int(k), m) for k in value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

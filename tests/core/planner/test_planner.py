@@ -14,6 +14,7 @@ import pytest
 from lightning_gpipe.core.balance import CarriedValue, LayerProfile, LinearCost, ModelProfile, Place
 from lightning_gpipe.core.planner import NoPlan, Prediction, plan_for
 from lightning_gpipe.core.planner.predicted_stage import Memory
+from lightning_gpipe.core.planner.row_memory import most_alive
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import sizes_of
 from lightning_gpipe.core.schedules import (
@@ -354,6 +355,81 @@ def test_activations_on_a_slow_way_take_as_long_as_it() -> None:
 
     # 16 rows of 10 saved bytes, and of 1 that comes in on the second stage, with 5 in a unit
     assert plan.prediction.time == 16 * (10 + 11) / 5 * 2
+
+
+MOVED: Any = {"activation_checkpointing": "never", "balance": (1, 1), "chunks": 8}
+
+
+@pytest.mark.parametrize("room, waiting", [(8, 0), (7, 1), (6, 2), (5, 3), (2, 6)])
+def test_as_few_activations_as_fit_wait_on_the_host(room: int, waiting: int) -> None:
+    """Two of those that wait are on the device, too: at work, and on the way.
+
+    The second stage holds the inputs from the first one besides: 11 bytes for each of two rows.
+    """
+    costs = profile(1, 1, saved=10)
+    places = [Place(memory=room * 2 * 11, host_speed=5)] * 2
+
+    plan = plan_for(costs, places, offload=("auto",), **MOVED)
+
+    numbers = [waiting + 2] * 2 if waiting else False
+    assert plan.settings.offload_activations == (True if waiting == 6 else numbers)
+    assert not any(plan.prediction.missing)
+    everything = plan_for(costs, places, offload=(True,), **MOVED)
+    if waiting < 6:
+        assert plan.prediction.time < everything.prediction.time
+        assert not waiting or "offload_activations=[" in str(plan)
+
+
+@pytest.mark.parametrize("name", ["fill_drain", "1f1b", "zero_bubble"])
+def test_drawn_plans_with_some_activations_on_the_host(name: Any) -> None:
+    """Of numbers that fit, each one less on all stages of a device would not."""
+    random = Random(3)
+    for _ in range(20):
+        costs = profile(*(random.randint(1, 4) for _ in range(4)), saved=random.randint(5, 9))
+        places = [Place(memory=random.randint(20, 300), host_speed=random.randint(2, 50))] * 3
+        options: Any = {"chunks": 8, "schedule": name, "split_backward": name == "zero_bubble"}
+        try:
+            plan = plan_for(costs, places, offload=("auto",), **options)
+        except NoPlan:
+            continue
+        prediction, numbers = plan.prediction, plan.settings.offload
+        assert not any(prediction.missing)
+        if not isinstance(numbers, tuple):
+            continue
+        for j, number in enumerate(numbers):
+            if number:
+                less = (*numbers[:j], number - 1, *numbers[j + 1 :])
+                settings = plan.settings._replace(offload=less)
+                assert replace(prediction, settings=settings).missing[j]
+
+
+def test_activations_as_listed_wait_on_the_host() -> None:
+    costs = profile(1, 1, saved=10)
+
+    plan = plan_for(costs, [Place()] * 2, chunks=8, offload=([5, 0],))
+
+    assert plan.settings.offload_activations == plan.as_dict()["offload_activations"] == [5, 0]
+    with pytest.raises(ValueError, match="for each stage: got 2 numbers"):
+        plan_for(costs, [Place()] * 3, stages=3, offload=([5, 0],))
+
+
+@pytest.mark.parametrize("order", KINDS)
+@pytest.mark.parametrize("m, devices", [(1, 1), (4, 2), (8, 4)])
+def test_most_micro_batches_between_forward_and_backward(
+    order: ScheduleKind, m: int, devices: int
+) -> None:
+    stages = 2 * devices if order.definition.folded else devices
+    placement = order.placement(stages, devices)
+    if not order.possible(m, placement):
+        pytest.skip("the schedule needs other numbers")
+    expected, alive = [0] * stages, [0] * stages
+    for row in order.build(m, placement).rows:
+        for kind, _, j in row:
+            if j >= 0 and kind in (Kind.FORWARD, Kind.BACKWARD):
+                alive[j] += 1 if kind is Kind.FORWARD else -1
+                expected[j] = max(expected[j], alive[j])
+
+    assert list(most_alive(order, m, placement)) == expected
 
 
 def test_operations_tell_no_time_of_transfers() -> None:

@@ -12,8 +12,10 @@ from lightning_gpipe.core.planner import Plan
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
     AnySchedule,
+    OffloadActivations,
     ScheduleKind,
     check_activation_checkpointing,
+    check_offload_activations,
     check_planned,
     check_schedule,
 )
@@ -30,7 +32,7 @@ class Resolved(NamedTuple):
         activation_checkpointing: Which of them are recomputed.
         order: The order of the actions.
         weights: Where the weights are between their uses.
-        offload_activations: Whether activations wait on the host.
+        offload_activations: Whether activations wait on the host, or how many of each stage.
         plan: The plan with these settings; None if the user requested all of them.
         profiles: What the layers of each module cost; empty if nothing was measured.
     """
@@ -40,7 +42,7 @@ class Resolved(NamedTuple):
     activation_checkpointing: ActivationCheckpointing
     order: ScheduleKind
     weights: Weights = "device"
-    offload_activations: bool = False
+    offload_activations: OffloadActivations = False
     plan: Plan | None = None
     profiles: Sequence[ModelProfile] = ()
 
@@ -58,7 +60,7 @@ class Requested(NamedTuple):
     schedule: AnySchedule | Literal["auto"] = "fill_drain"
     split_backward: bool | Literal["auto"] = False
     weights: Weights | Literal["auto"] = "device"
-    offload_activations: bool | Literal["auto"] = False
+    offload_activations: OffloadActivations | Literal["auto"] = False
 
     def check(self) -> None:
         """Refuse a setting of the wrong type, or with an impossible value."""
@@ -71,11 +73,8 @@ class Requested(NamedTuple):
             check_weights(self.weights)
         if self.planned:
             check_planned(self.schedule)
-        if self.offload_activations not in (True, False, AUTO):
-            raise ValueError(
-                "offload_activations must be True, False or 'auto': got "
-                f"{self.offload_activations!r}."
-            )
+        if self.offload_activations != AUTO:
+            check_offload_activations(self.offload_activations)
         if self.split_backward not in (True, False, AUTO):
             raise ValueError(
                 f"split_backward must be True, False or 'auto': got {self.split_backward!r}."

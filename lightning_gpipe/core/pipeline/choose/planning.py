@@ -26,6 +26,7 @@ from lightning_gpipe.core.planner import Plan, plan_for
 from lightning_gpipe.core.profile import Optimizers, host_speed
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
+    OffloadActivations,
     ScheduleKind,
     ScheduleName,
     check_planned,
@@ -116,7 +117,7 @@ def _with_plan(
         settings.activation_checkpointing,
         settings.order,
         settings.weights,
-        settings.offload,
+        settings.offload_activations,
         plan,
     )
 
@@ -138,7 +139,7 @@ def plan(
     optimizer: Optimizers = None,
     around: Around = "last",
     weights: Weights | Literal["auto"] = "device",
-    offload_activations: bool | Literal["auto"] = False,
+    offload_activations: OffloadActivations | Literal["auto"] = False,
 ) -> Plan:
     """Choose how to run a model as a pipeline: the least predicted time that fits.
 
@@ -234,7 +235,7 @@ def plan_measured(
         split_backward=None if split == AUTO else split,
         around=around,
         weights=get_args(Weights) if weights == AUTO else (weights,),
-        offload=(False, True) if offload == AUTO else (offload,),
+        offload=(False, AUTO) if offload == AUTO else (offload,),
         every_device=every_device,
     )
 

@@ -24,7 +24,8 @@ class HostTraffic:
         }
         self._passes = passes
         self._weight_moves = weight_moves(row if self._weights else ())
-        self._leaving, self._coming = activation_moves(row if self._activations else ())
+        waiting = tuple((j, passes[j].stage.offloads) for j in self._activations)
+        self._leaving, self._coming = activation_moves(row if waiting else (), waiting)
 
     def before(self, action: Action) -> None:
         """Begin to move what the action and those after it need, and wait for the former."""
