@@ -5,6 +5,7 @@ What leaves, and when it comes back, is in ``host/waiting_activations``.
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_gpipe.core.layout import Weights
 from lightning_gpipe.core.run.host import waiting_activations
 from lightning_gpipe.core.schedules import ActivationCheckpointing, OffloadActivations
 from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers
+from tests.support.device_memory import Limit
 from tests.support.lightning_modules import Classifier, assert_same_weights, fitted
 from tests.support.models import Call
 
@@ -105,6 +107,33 @@ def test_memory_falls_with_the_number_that_waits() -> None:
     assert of_number[1] - of_number[2] >= 2 * 7
     assert of_number[2] - of_number[3] >= 2 * 7 - 8  # another one comes meanwhile
     assert of_number[3] >= of_number[4]
+
+
+@pytest.mark.skipif("SIMULATED_GPUS" not in os.environ, reason="a GPU's blocks are larger")
+@pytest.mark.parametrize("room, waiting", [(54, 6), (66, 5), (74, 4), (86, 3), (96, 0)])
+def test_plan_moves_as_few_as_fit(limited: Limit, room: int, waiting: int) -> None:
+    """A device with room for so many outputs of nine layers, of eight micro-batches."""
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), *tall(8)).double()
+    plain = deepcopy(model)
+    x = torch.randn(8 * ROWS, WIDE, dtype=torch.float64)
+    limited(0, torch.cuda.memory_allocated(0) + room * SAVED)
+
+    pipeline = GPipe(
+        model,
+        [len(model)],
+        devices=[GPU],
+        chunks=8,
+        activation_checkpointing="never",
+        offload_activations="auto",
+        sample=x,
+    )
+    for _ in range(2):
+        pipeline(x.to(GPU)).sum().backward()
+        plain(x).sum().backward()
+
+    assert pipeline.plan is not None
+    assert pipeline.plan.settings.offload_activations == (waiting and [waiting])
+    assert_same(gradients(pipeline), gradients(plain))
 
 
 @pytest.mark.parametrize("weights", ["device", "host"])
