@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gpipe.callbacks import PipelineMonitor, Rebalance
+from lightning_gpipe.callbacks import PipelineMonitor, Rebalance, StepInBackward
 from lightning_gpipe.core.balance import LayerProfile, ModelProfile, Place
 from lightning_gpipe.core.data import (
     MicroBatching,
@@ -47,6 +47,7 @@ __all__ = [
     "Rebalance",
     "Rows",
     "Schedule",
+    "StepInBackward",
     "StepParity",
     "Timeline",
     "balance_by_memory",

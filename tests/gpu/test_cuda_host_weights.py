@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gpipe import GPipe, GPipeStrategy
+from lightning_gpipe import GPipe, GPipeStrategy, StepInBackward
 from lightning_gpipe.core.layout import Weights
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import GPU, ON_GPU, assert_same, batch, gradients, layers, on_host
@@ -405,6 +405,27 @@ def test_fit(tmp_path: Path, gpus: int, options: dict[str, Any]) -> None:
         return fitted(tmp_path, strategy, build=build, accelerator="gpu", devices=gpus, **options)
 
     assert_same_weights(run(weights="host"), run())
+
+
+@pytest.mark.filterwarnings("ignore:All 8 stages of the pipeline share one device")
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO)])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_fit_with_steps_in_backward(tmp_path: Path, gpus: int, accumulated: int) -> None:
+    def run(*callbacks: L.Callback, **more: Any) -> L.Trainer:
+        strategy = GPipeStrategy([2] * 8, chunks=3, **more)
+        return fitted(
+            tmp_path,
+            strategy,
+            build=partial(Deeper, "adam"),
+            accelerator="gpu",
+            devices=gpus,
+            callbacks=[*callbacks],
+            accumulate_grad_batches=accumulated,
+        )
+
+    assert_same_weights(run(StepInBackward(), weights="host"), run())
+    with pytest.raises(ValueError, match="got weights on GPUs"):
+        run(StepInBackward())
 
 
 @pytest.mark.filterwarnings("ignore:All 8 stages of the pipeline share one device")
