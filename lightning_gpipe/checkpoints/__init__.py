@@ -24,20 +24,19 @@ from lightning_gpipe.checkpoints.portable import (
     to_cpu,
 )
 from lightning_gpipe.checkpoints.sharded import (
-    REST,
     folder_of,
     load_model,
     load_optimizer,
     load_rest,
     make_room,
     optimizer_part,
+    rest_of,
     save_parts,
     set_aside,
 )
 
 __all__ = [
     "FROM_CHECKPOINT",
-    "REST",
     "AtomicFiles",
     "MeasuredBalances",
     "States",
@@ -54,6 +53,7 @@ __all__ = [
     "make_room",
     "on_cpu",
     "optimizer_part",
+    "rest_of",
     "save_parts",
     "saved_states",
     "set_aside",

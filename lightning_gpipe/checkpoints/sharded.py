@@ -6,13 +6,12 @@ at the same time, and later read those they need, under any balance and number o
 The format is that of Lightning's FSDPStrategy: ``model`` and ``optimizer_0`` in shards, and the
 rest in ``meta.pt``; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` converts it to
 a single file. A folder cannot be replaced atomically: the new one is written beside the old one,
-which is removed last.
+which is removed last. Paths are those of fsspec, such as ``s3://bucket/my.ckpt``.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -31,53 +32,57 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-REST = "meta.pt"
+from lightning_gpipe.checkpoints.atomic_file import on_this_machine
+
+_REST = "meta.pt"
 _MODEL = "model"
 _OPTIMIZER = "optimizer_"
 
 
-def folder_of(path: Path) -> Path | None:
+def folder_of(path: str) -> str | None:
     """Return the folder of the checkpoint at ``path``, or None if it is no sharded checkpoint.
 
     After an interrupted save it is the folder of the previous checkpoint.
     """
     for folder in (path, _beside(path, "old")):
-        if (folder / REST).is_file():
+        if _is_complete(folder):
             return folder
-        if path.exists():
+        if _exists(path):
             return None
     return None
 
 
-def make_room(path: Path) -> None:
+def make_room(path: str) -> None:
     """Remove the remains of an interrupted save; one process calls this before all save."""
-    _remove(_beside(path, "part"))
-    _beside(path, "part").mkdir(parents=True)
+    part = _beside(path, "part")
+    _remove(part)
+    system, place = url_to_fs(part)
+    system.makedirs(place)
 
 
 @contextmanager
-def set_aside(path: Path) -> Iterator[None]:
+def set_aside(path: str) -> Iterator[None]:
     """Let a ``with`` block write a file in the place of a sharded checkpoint, if there is one.
 
     The folder is removed at the end of the block, or restored on an error.
     """
     _remove(_beside(path, "part"))
     old = _beside(path, "old")
-    if (path / REST).is_file():
+    if _is_complete(path):
         _remove(old)
-        os.rename(path, old)
+        _move(path, old)
     try:
         yield
     except BaseException:
-        if (old / REST).is_file() and not path.exists():
-            os.rename(old, path)
+        if _is_complete(old) and not _exists(path):
+            _move(old, path)
         raise
-    if (old / REST).is_file():
+    if _is_complete(old):
         _remove(old)
 
 
 def save_parts(
-    path: Path, checkpoint: Mapping[str, Any], group: ProcessGroup | None, *, first: bool
+    path: str, checkpoint: Mapping[str, Any], group: ProcessGroup | None, *, first: bool
 ) -> None:
     """Write a sharded checkpoint; all processes with a part of it call this.
 
@@ -91,16 +96,18 @@ def save_parts(
     unfinished = _beside(path, "part")
     try:
         with _without_warning():
-            save(parts, checkpoint_id=unfinished, process_group=group, no_dist=group is None)
+            save(parts, checkpoint_id=_id(unfinished), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise RuntimeError(f"a part of the checkpoint {path} was not written: {error}") from error
     if first:
-        torch.save(rest, unfinished / REST)
+        system, place = url_to_fs(rest_of(unfinished))
+        with system.open(place, "wb") as file:
+            torch.save(rest, file)
         old = _beside(path, "old")
         _remove(old)
-        if path.exists():
-            os.rename(path, old)
-        os.rename(unfinished, path)
+        if _exists(path):
+            _move(path, old)
+        _move(unfinished, path)
         _remove(old)
 
 
@@ -120,7 +127,7 @@ def optimizer_part(state: Mapping[str, Any], own: Iterable[Any], *, first: bool,
     return part
 
 
-def load_rest(folder: Path) -> dict[str, Any]:
+def load_rest(folder: str) -> dict[str, Any]:
     """Return empty states of the model and the optimizers, for Lightning's checkpoint."""
     names = {path[0] for path in _paths(_metadata(folder)).values()}
     optimizers = [name for name in names if str(name).startswith(_OPTIMIZER)]
@@ -128,7 +135,7 @@ def load_rest(folder: Path) -> dict[str, Any]:
     return {**model, "optimizer_states": [{} for _ in optimizers]} if optimizers else model
 
 
-def load_model(folder: Path, module: nn.Module, *, strict: bool) -> None:
+def load_model(folder: str, module: nn.Module, *, strict: bool) -> None:
     """Load the tensors of the model that this process has: all that are not on meta.
 
     With ``strict``, the names of all tensors must be those of the checkpoint.
@@ -150,7 +157,7 @@ def load_model(folder: Path, module: nn.Module, *, strict: bool) -> None:
     module.load_state_dict(values.get(_MODEL, {}), strict=False)
 
 
-def load_optimizer(folder: Path, k: int, optimizer: Optimizer) -> None:
+def load_optimizer(folder: str, k: int, optimizer: Optimizer) -> None:
     """Load the state of optimizer number ``k`` for the parameters that this process has."""
     parameters = [x for group in optimizer.param_groups for x in group["params"]]
     elsewhere = {str(index) for index, x in enumerate(parameters) if x.is_meta}
@@ -178,7 +185,7 @@ def _closed(value: Any) -> Any:
     return _Closed(value) if type(value) in (dict, list, tuple) else value
 
 
-def _read(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+def _read(folder: str, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key in keys:
         stored = metadata.state_dict_metadata[key]
@@ -189,7 +196,7 @@ def _read(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, An
     # With either option, values that are not tensors would be loaded into a copy of ``flat``.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _without_warning():
-        load(flat, checkpoint_id=folder, planner=planner, no_dist=True)
+        load(flat, checkpoint_id=_id(folder), planner=planner, no_dist=True)
     return unflatten_state_dict(flat, _paths(metadata))
 
 
@@ -200,8 +207,10 @@ def _without_warning() -> Iterator[None]:
         yield
 
 
-def _metadata(folder: Path) -> Metadata:
-    return FileSystemReader(folder).read_metadata()
+def _metadata(folder: str) -> Metadata:
+    place = _id(folder)
+    reader = FsspecReader(place) if isinstance(place, str) else FileSystemReader(place)
+    return reader.read_metadata()
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
@@ -209,12 +218,38 @@ def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
     return paths
 
 
-def _beside(path: Path, word: str) -> Path:
-    return path.with_name(f"{path.name}.{word}")
+def rest_of(folder: str) -> str:
+    """Return the path of what a folder has beside the states of model and optimizers."""
+    return f"{folder}/{_REST}"
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _id(folder: str) -> Path | str:
+    """Return a folder as torch.distributed.checkpoint wants it: remote ones as strings."""
+    return on_this_machine(folder) or folder
+
+
+def _beside(path: str, word: str) -> str:
+    return f"{path.rstrip('/')}.{word}"
+
+
+def _is_complete(folder: str) -> bool:
+    system, place = url_to_fs(rest_of(folder))
+    return bool(system.isfile(place))
+
+
+def _exists(path: str) -> bool:
+    system, place = url_to_fs(path)
+    return bool(system.exists(place))
+
+
+def _move(path: str, target: str) -> None:
+    system, place = url_to_fs(path)
+    system.mv(place, system._strip_protocol(target), recursive=True)
+
+
+def _remove(path: str) -> None:
+    system, place = url_to_fs(path)
+    if on_this_machine(path) is not None and os.path.islink(place):
+        os.unlink(place)
+    elif system.exists(place):
+        system.rm(place, recursive=True)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.checkpoints import (
-    REST,
     AtomicFiles,
     check_contents,
     drop_foreign_states,
@@ -26,6 +25,7 @@ from lightning_gpipe.checkpoints import (
     make_room,
     on_cpu,
     optimizer_part,
+    rest_of,
     save_parts,
     set_aside,
 )
@@ -63,7 +63,7 @@ class Checkpoints:
     def __init__(self, processes: Processes, *, sharded: bool) -> None:
         self._processes = processes
         self._sharded = sharded
-        self._folder: Path | None = None  # from which the model is loaded
+        self._folder: str | None = None  # from which the model is loaded
         self._strict = True
 
     # Saving, in the processes that have a part in it.
@@ -101,7 +101,7 @@ class Checkpoints:
         if self._sharded:
             self._save_parts(checkpoint, path, storage_options)
         elif self._processes.global_rank == 0:
-            with set_aside(Path(path)):
+            with set_aside(str(path)):
                 io.save_checkpoint(on_cpu(checkpoint), path, storage_options=storage_options)
 
     def _save_parts(
@@ -110,11 +110,12 @@ class Checkpoints:
         if storage_options is not None:
             raise TypeError(
                 "storage_options is for a CheckpointIO; save_distributed_checkpoint=True writes "
-                f"to a folder of this machine: got storage_options={storage_options!r}."
+                f"without one: got storage_options={storage_options!r}. Set them in fsspec's "
+                "configuration."
             )
         processes = self._processes
         first, group = processes.global_rank == 0, processes.optimizer_group
-        folder = Path(processes.broadcast(str(path)))
+        folder = processes.broadcast(str(path))
         if first:
             make_room(folder)
         processes.meet("come to save a checkpoint")
@@ -138,9 +139,9 @@ class Checkpoints:
         """
         if self._processes.split:
             path = self._processes.broadcast(str(path))  # a callback may have drawn its name
-        self._folder = folder_of(Path(path))
+        self._folder = folder_of(str(path))
         if self._folder is not None:
-            return {**read(self._folder / REST), **load_rest(self._folder)}
+            return {**read(rest_of(self._folder)), **load_rest(self._folder)}
         checkpoint = read(path)
         # Here and not in AtomicFiles, by which launchers bring bare weights home.
         check_contents(checkpoint, path)

@@ -6,8 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
@@ -83,6 +86,29 @@ def fit(
     return root / f"{epochs}.ckpt"
 
 
+class Store(DirFileSystem):
+    """Files of this machine as those of a remote store, which copies instead of moving."""
+
+    protocol = "store"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path="/", fs=LocalFileSystem(), **options)
+
+
+fsspec.register_implementation("store", Store, clobber=True)
+
+
+def stored(root: Path, processes: str, path: str | None, epochs: int) -> str:
+    """A fit whose checkpoint is in a store: one that is written twice, the second time anew."""
+    torch.manual_seed(0)
+    options = {"activation_checkpointing": "never", "save_distributed_checkpoint": True}
+    made = trainer_over(root, processes, [2, 4], options, max_epochs=epochs)
+    made.fit(Counted(), datamodule=Data(), ckpt_path=path)
+    for _ in range(2):
+        made.save_checkpoint(f"store://{root}/{epochs}.ckpt")
+    return f"store://{root}/{epochs}.ckpt"
+
+
 def plain(root: Path, path: Path, optimizer: str = "adam") -> dict[str, Any]:
     """The state dict after a second epoch of a Trainer without a pipeline."""
     with torch.random.fork_rng(devices=[]):
@@ -141,6 +167,37 @@ def test_parts_of_one_process_load_in_two(tmp_path: Path, two_ranks: Pool) -> No
     found, _ = two_ranks.run(fit, tmp_path / "both", "per_stage", one, 2)
 
     assert_equal(values(found), values(two))
+
+
+def test_parts_in_a_remote_store(tmp_path: Path, two_ranks: Pool) -> None:
+    two = values(alone(tmp_path / "one", alone(tmp_path / "one", None, 1), 2))
+    store = tmp_path / "store"
+
+    path, _ = two_ranks.run(stored, store, "per_stage", None, 1)
+    again, _ = two_ranks.run(stored, store, "per_stage", path, 2)
+    with torch.random.fork_rng(devices=[]):
+        here = stored(tmp_path / "other", "single", path, 2)
+
+    assert path == f"store://{store}/1.ckpt"
+    assert sorted(each.name for each in store.iterdir()) == ["1.ckpt", "2.ckpt"]
+    for place in (again, here):
+        assert_equal(values(Path(place.removeprefix("store://"))), two)
+
+
+def test_save_to_a_store_that_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stored(tmp_path, "single", None, 1)
+    before = values(tmp_path / "1.ckpt")
+
+    monkeypatch.setattr(sharded, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stored(tmp_path, "single", path, 1)
+    monkeypatch.undo()
+
+    assert_equal(values(tmp_path / "1.ckpt"), before)
+    stored(tmp_path, "single", path, 1)
+    assert [each.name for each in tmp_path.iterdir()] == ["1.ckpt"]
 
 
 def test_first_of_two_replicas_saves(tmp_path: Path, two_ranks: Pool) -> None:

@@ -3,12 +3,14 @@
 import os
 import signal
 from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistStoreError
 
@@ -84,6 +86,21 @@ def test_process_ends_with_the_error_of_a_lost_one(tmp_path: Path) -> None:
             assert f"RankFailed: rank {rank} (stage {rank}) is lost: " in each.said
             assert "terminate called" not in each.said
             assert each.status == 1
+
+
+def fit_with_a_status(root: str, status: str) -> None:
+    """A fit with a SIGTERM, for which Lightning after 2.6 exits with a status of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        end = partialmethod(SystemExit.__init__, int(status))
+        patch.setattr(SIGTERMException, "__init__", end)
+        fit(root, "1", str(int(signal.SIGTERM)))
+
+
+@pytest.mark.parametrize("status", [0, 143])
+def test_all_processes_end_with_the_status_of_sigterm(tmp_path: Path, status: int) -> None:
+    [group] = endings(tmp_path, 3, fit_with_a_status, [(str(tmp_path), str(status))])
+
+    assert [each.status for each in group] == [status] * 3
 
 
 # How the main process starts the other one, where that stops, the status and the error.
