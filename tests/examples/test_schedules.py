@@ -16,13 +16,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from examples import seq_classifier
-from examples.char_lm import SIZES, CharLM, TopicsData
+from examples import classify_digits, finetune_llama, seq_classifier
+from examples.char_lm import SIZES, TEXT, CharLM, TopicsData
 from examples.seq_classifier import Docstring, DocstringData, PackageClassifier
 from examples.unet_segmentation import DigitsData, UNet
 from lightning_gpipe import GPipeStrategy
+from tests.examples.test_classify_digits import Small
 from tests.support.lightning_modules import trainer
 from tests.support.ranks import new_ranks
 from tests.support.trainers import trainer_over
@@ -64,6 +65,27 @@ def scans() -> tuple[L.LightningModule, L.LightningDataModule]:
     return UNet(width=4, levels=2), Digits(canvases=8 * STEPS, batch_size=8, size=24)
 
 
+def tokens() -> tuple[L.LightningModule, L.LightningDataModule]:
+    size = finetune_llama.SIZES["tiny"]
+    model = finetune_llama.Llama(**size)
+    model.configure_model()
+    data = finetune_llama.TopicsTokens(24, 8, size["vocabulary"], training_windows=8 * STEPS)
+    return model, data
+
+
+class Scans(classify_digits.DigitsData):
+    """In float64."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        images, digits = self.training.tensors
+        self.training = TensorDataset(images.double(), digits)
+
+
+def digits() -> tuple[L.LightningModule, L.LightningDataModule]:
+    return classify_digits.Classifier(), Scans(8, 8, training_scans=8 * STEPS)
+
+
 def some_docstrings() -> list[Docstring]:
     """Of three packages, of up to 24 words."""
     packages = "ast", "cmd", "dis"
@@ -74,7 +96,7 @@ def some_docstrings() -> list[Docstring]:
 
 
 # The build of each example, and its layers in two stages and in four.
-EXAMPLES: dict[str, tuple[Callable[[], Any], list[int], list[int]]] = {
+EXAMPLES: dict[str, tuple[Callable[[], Any], Any, list[int]]] = {
     "characters": (characters, [2, 2], [1, 1, 1, 1]),
     "words": (words, [2, 2], [1, 1, 1, 1]),
     "scans": (scans, [8, 7], [4, 4, 4, 3]),
@@ -89,9 +111,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+# Those too that are no nn.Sequential, with their layers in two stages.
+EVERY_EXAMPLE = EXAMPLES | {
+    "tokens": (tokens, [1, 1], []),
+    "digits": (digits, "parameters", []),
+}
+
+
 def curve(root: Path, name: str, options: Mapping[str, Any] | None) -> Tensor:
     """The losses of some steps; without options of a plain Trainer."""
-    build, two, four = EXAMPLES[name]
+    build, two, four = EVERY_EXAMPLE[name]
     strategy: GPipeStrategy | str = "auto"
     if options is not None:
         given = {"activation_checkpointing": "never"} | dict(options)
@@ -125,10 +154,25 @@ def test_same_losses_under_each_schedule(
     torch.testing.assert_close(found, dict.fromkeys(found, expected), rtol=1e-7, atol=0)
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data and networks of examples that are smaller, or need no other library."""
+    for change in SMALL:
+        monkeypatch.setattr(*change)
+
+
+SMALL: list[tuple[Any, str, Any]] = [
+    (seq_classifier, "docstrings", some_docstrings),
+    (finetune_llama, "TEXT", TEXT[: len(TEXT) // 8]),
+    (classify_digits, "network", lambda name: Small().double()),
+]
+
+
 def curve_over_processes(root: Path, name: str, outputs: str) -> Tensor:
     """The losses of some steps under 1F1B, as one process of two knows them."""
-    vars(seq_classifier)["docstrings"] = some_docstrings  # in a process that ends with the test
-    build, two, _ = EXAMPLES[name]
+    for module, attribute, value in SMALL:  # in a process that ends with the test
+        setattr(module, attribute, value)
+    build, two, _ = EVERY_EXAMPLE[name]
     strategy = {
         "chunks": CHUNKS,
         "schedule": "1f1b",
@@ -139,16 +183,21 @@ def curve_over_processes(root: Path, name: str, outputs: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name, outputs", [("characters", "last"), ("words", "all"), ("scans", "last")]
+    "name, outputs",
+    [
+        ("characters", "last"),
+        ("words", "all"),
+        ("scans", "last"),
+        ("tokens", "last"),
+        ("digits", "all"),
+    ],
 )
-def test_same_losses_over_processes(
-    name: str, outputs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(seq_classifier, "docstrings", some_docstrings)
+def test_same_losses_over_processes(name: str, outputs: str, tmp_path: Path, small: None) -> None:
     expected = curve(tmp_path, name, {})
 
     with new_ranks(2) as ranks:
         found = ranks.run(curve_over_processes, tmp_path, name, outputs)
 
+    assert len(expected) == STEPS and expected[-1] != expected[0]
     for each in found:
         torch.testing.assert_close(each, expected, rtol=1e-7, atol=0)
