@@ -22,7 +22,7 @@ from benchmarks.harness import Report, options
 from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
-from lightning_gpipe.core.planner.waves import end_and_peaks, waves
+from lightning_gpipe.core.planner.waves import waves_of
 from lightning_gpipe.core.schedules import FILL_DRAIN, counted, looped
 
 
@@ -82,10 +82,12 @@ def predicted(
     cost: MicroBatchCost, stages: int, gpus: int, m: int, transfers: list[tuple[float, float]]
 ) -> float:
     """How long a mini-batch takes, of which all is recomputed."""
-    placement = looped(stages, gpus)
-    patterns, places = FILL_DRAIN.patterns(m, placement), [Place()] * stages
-    costs = ActionCosts({1: [cost] * stages}, [1] * m, [m] * stages, places, transfers=transfers)
-    return end_and_peaks(waves(patterns, costs, one_loss=True, split=False), costs, placement)[0]
+    recomputed, places = (m,) * stages, [Place()] * stages
+    costs = ActionCosts({1: [cost] * stages}, [1] * m, recomputed, places, transfers=transfers)
+    waves = waves_of(
+        FILL_DRAIN, m, looped(stages, gpus), recomputed, from_host=costs.transfers is not None
+    )
+    return waves.makespan(costs)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ layers into j runs by the run b..e-1::
 The cost of a run may be any table over b and e, and another one for each stage: so the solution is
 exact with the speeds of devices, transfers between stages, and runs that do not fit the memory.
 
+Of a thousand layers on hundreds of devices, no good cut has long runs. So tables first have runs of
+a few layers only. If each longer one takes more time than the best cut of these, that is the best
+of all; or else runs of twice as many layers are tried.
+
 Of the optimal cuts the solver takes one whose largest memory is least, and of these the most even
 one: least sum of squared times, then least sum of squared numbers of layers, so that layers without
 cost are spread too, and then the shorter runs last, where a pipeline also computes the loss.
@@ -20,9 +24,9 @@ cost are spread too, and then the shorter runs last, where a pipeline also compu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import frexp, inf
+from math import ceil, frexp, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +34,7 @@ from numpy.typing import NDArray
 
 from lightning_gpipe.core.balance.costs import LayerCosts, Place, Transfer, sums_of
 
-Table = NDArray[np.int64]  # at [e, b] the cost of the run of layers b..e-1, or NEVER
+Table = NDArray[np.int64]  # at [e, k] the cost of the run of k + 1 layers up to e - 1, or NEVER
 
 # Costs are whole numbers, in a unit of 2^-50 of the largest sum: sums are exact, and so are ties.
 NEVER = int(np.iinfo(np.int64).max) // 4  # more than any cost; the sum of two is a number, too
@@ -96,16 +100,14 @@ def solve_on(costs: LayerCosts, places: Sequence[Place]) -> list[int]:
         if any(lacking):
             raise NothingFits(sizes, lacking)
         return sizes
-    tables = _tables_for(costs, places)
-    allowed = {place: table.time < NEVER for place, table in tables.items()}
-    peaks = []
-    for name in _RunTables._fields:  # of the cuts that are best by one, those best by the next
-        runs = {p: np.where(allowed[p], getattr(x, name), NEVER) for p, x in tables.items()}
-        peaks.append(_least_peak([runs[place] for place in places]))
-        allowed = {place: cost <= peaks[-1] for place, cost in runs.items()}
-    best = {p: np.where(allowed[p], table.time, NEVER) for p, table in tables.items()}
-    sizes = _most_even([best[place] for place in places])
-    if peaks[0]:
+    longest = len(costs.times) - len(places) + 1
+    width = min(longest, 2 * ceil(len(costs.times) / len(places)))
+    while True:
+        sizes, lack, time = _best(_tables_for(costs, places, width), places)
+        if width == longest or (not lack and time < _shortest(costs, places, width + 1)):
+            break
+        width = min(longest, 2 * width)
+    if lack:
         raise NothingFits(sizes, list(_missing(costs, places, sizes)))
     return sizes
 
@@ -118,37 +120,63 @@ class _RunTables(NamedTuple):
     memory: Table  # that is needed
 
 
-def _tables_for(costs: LayerCosts, places: Sequence[Place]) -> dict[Place, _RunTables]:
-    """Return the tables of each place."""
-    distinct = list(dict.fromkeys(places))
-    nothing = [0.0] * len(costs.times)
-    memory, live = costs.memory or nothing, costs.live or nothing
-    most = max(place.alive for place in distinct)
-    second = _unit(
+def _best(
+    tables: Mapping[Place, _RunTables], places: Sequence[Place]
+) -> tuple[list[int], int, int]:
+    """Return the sizes of the runs of the best cut, the most memory that it lacks, and its time."""
+    allowed = {place: table.time < NEVER for place, table in tables.items()}
+    peaks = []
+    for name in _RunTables._fields:  # of the cuts that are best by one, those best by the next
+        runs = {p: np.where(allowed[p], getattr(x, name), NEVER) for p, x in tables.items()}
+        peaks.append(_least_peak([runs[place] for place in places]))
+        allowed = {place: cost <= peaks[-1] for place, cost in runs.items()}
+    best = {p: np.where(allowed[p], table.time, NEVER) for p, table in tables.items()}
+    return _most_even([best[place] for place in places]), peaks[0], peaks[1]
+
+
+def _shortest(costs: LayerCosts, places: Sequence[Place], layers: int) -> int:
+    """Return a lower bound of the time of runs of so many layers or more."""
+    speed = max(place.speed for place in places)
+    times = _whole([time / speed for time in costs.times], _second(costs, places))
+    return int(_sums(times, layers)[layers:, -1].min())
+
+
+def _second(costs: LayerCosts, places: Sequence[Place]) -> float:
+    """Return the unit of times."""
+    return _unit(
         [
             time / place.speed
-            for place in distinct
+            for place in dict.fromkeys(places)
             for time in (place.busy, *costs.times_at(replace(place, extra=max(place.extra, 1))))
         ]
         + [transfer.time for transfer in costs.transfers]
     )
+
+
+def _tables_for(costs: LayerCosts, places: Sequence[Place], width: int) -> dict[Place, _RunTables]:
+    """Return the tables of each place, with runs of up to ``width`` layers."""
+    distinct = list(dict.fromkeys(places))
+    nothing = [0.0] * len(costs.times)
+    memory, live = costs.memory or nothing, costs.live or nothing
+    most = max(place.alive for place in distinct)
+    second = _second(costs, distinct)
     byte = _unit([*memory, *(most * size for size in live), *(place.taken for place in distinct)])
-    crossing = _crossing(costs.transfers, len(costs.times), second)
+    crossing = _crossing(costs.transfers, len(costs.times), width, second)
     tables = {}
     for place in distinct:
         limit = NEVER if place.memory == inf else min(NEVER, int(place.memory / byte))
-        held = _sums(_whole(memory, byte)) + _whole([place.taken], byte)
-        time = _sums(_whole([time / place.speed for time in costs.times_at(place)], second))
+        held = _sums(_whole(memory, byte), width) + _whole([place.taken], byte)
+        time = _sums(_whole([time / place.speed for time in costs.times_at(place)], second), width)
         if place.micro_batches:
-            each = _sums(_whole(live, byte))
+            each = _sums(_whole(live, byte), width)
             alive = _alive(place, limit - held, each)
             kept = alive - place.least + 1
             again = np.where(alive < place.alive, 1 - kept / place.micro_batches, 0.0)
-            extra = _sums(_whole([t / place.speed for t in costs.extra], second))
+            extra = _sums(_whole([t / place.speed for t in costs.extra], second), width)
             time += np.rint(again * extra).astype(np.int64)
             needed = held + np.rint(alive * each).astype(np.int64)
         else:
-            needed = held + _sums(_whole([place.alive * size for size in live], byte))
+            needed = held + _sums(_whole([place.alive * size for size in live], byte), width)
         tables[place] = _RunTables(
             _runs(np.maximum(needed - limit, 0)),
             _runs(time + crossing + _whole([place.busy], second)),
@@ -176,55 +204,72 @@ def _whole(numbers: Sequence[float], unit: float) -> NDArray[np.int64]:
     return np.rint(np.asarray(numbers, dtype=np.float64) / unit).astype(np.int64)
 
 
-def _sums(costs: NDArray[np.int64]) -> Table:
-    """At [e, b] the sum of the costs b..e-1."""
+def _sums(costs: NDArray[np.int64], width: int) -> Table:
+    """At [e, k] the sum of the k + 1 costs up to e - 1."""
     sums = np.concatenate([[0], np.cumsum(costs)])
-    return sums[:, None] - sums[None, :]
+    return sums[:, None] - _before(sums, width, beyond=0)
 
 
-def _crossing(transfers: Sequence[Transfer], n: int, unit: float) -> Table:
-    """At [e, b] the time of the transfers that enter or leave the run b..e-1."""
-    crossing = np.zeros((n + 1, n + 1), dtype=np.int64)
+def _before(numbers: NDArray[np.int64], width: int, beyond: int = NEVER) -> Table:
+    """At [e, k] the number k + 1 places before e; ``beyond`` before the first."""
+    padded = np.concatenate([np.full(width, beyond), numbers[:-1]])
+    size = padded.itemsize  # a view, without the calls in Python of sliding_window_view
+    return np.ndarray(
+        (len(numbers), width), padded.dtype, padded, (width - 1) * size, (size, -size)
+    )
+
+
+def _crossing(transfers: Sequence[Transfer], n: int, width: int, unit: float) -> Table:
+    """At [e, k] the time of the transfers that enter or leave the run of k + 1 layers up to e - 1.
+
+    The runs of a length that a value enters, or that it leaves, end at neighbouring layers: it adds
+    to the first and takes from the one after the last, and sums are taken at the end.
+    """
+    changes, length = np.zeros((n + 2, width), dtype=np.int64), np.arange(1, width + 1)
     times = _whole([transfer.time for transfer in transfers], unit)
-    for (maker, user, _, sent), time in zip(transfers, times, strict=True):
-        crossing[user + 1 :, maker + 1 : user + 1] += time  # it enters
-        if sent:
-            crossing[maker + 1 : user + 1, : maker + 1] += time  # it leaves
-    return crossing
+    ends = np.array([transfer[:2] for transfer in transfers], dtype=np.int64).reshape(-1, 2, 1)
+    maker, user = ends[:, 0], ends[:, 1]
+    sent = np.array([transfer.sent for transfer in transfers], dtype=np.bool_)
+    for time, first, after in (
+        (times, np.maximum(maker, user - length) + 1 + length, user + length + 1),  # it enters
+        (times * sent, maker + 1 + 0 * length, np.minimum(user, maker + length) + 1),  # it leaves
+    ):
+        for end, change in ((first, time), (after, -time)):
+            np.add.at(changes, (end.clip(max=n + 1), length - 1), change[:, None])
+    return changes.cumsum(axis=0)[: n + 1]
 
 
 def _runs(table: Table) -> Table:
-    """The table, with ``NEVER`` where there is no run: e must be greater than b."""
-    table[np.triu_indices(len(table))] = NEVER
+    """The table, with ``NEVER`` where there is no run: none begins before the first layer."""
+    table[np.arange(len(table))[:, None] <= np.arange(table.shape[1])] = NEVER
     return table
 
 
 def _least_peak(tables: Sequence[Table]) -> int:
     """The largest cost of a stage in the best cut, by the table of each stage."""
-    best = tables[0][:, 0]
-    for table in tables[1:]:
-        best = np.maximum(table, best).min(axis=1)
+    best = np.full(len(tables[0]), NEVER)
+    best[0] = 0
+    for table in tables:
+        best = np.maximum(table, _before(best, table.shape[1])).min(axis=1)
     return int(best[-1])
 
 
 def _most_even(tables: Sequence[Table]) -> list[int]:
     """The sizes of the runs of the most even cut without forbidden ones."""
     distinct = list({id(table): table for table in tables}.values())  # equal places share one
-    longest = max(map(_longest, distinct))
+    longest = max(1 + int(np.nonzero(table < NEVER)[1].max()) for table in distinct)
     most = max(int(table[table < NEVER].max()) for table in distinct)
     shift = max(0, most.bit_length() - _SQUARED)
-    starts = np.arange(len(tables[0]))[:, None] - np.arange(1, longest + 1)[None, :]
     squares = np.arange(1, longest + 1) ** 2
-    uneven = np.full(len(starts), NEVER)
+    uneven = np.full(len(tables[0]), NEVER)
     uneven[0] = 0
     spread = uneven.copy()
     chosen: list[NDArray[np.int64]] = []
     for table in tables:
-        runs = np.take_along_axis(table, starts.clip(0), axis=1)
-        possible = (starts >= 0) & (runs < NEVER)
-        price = np.where(possible, (runs >> shift) ** 2 + uneven[starts], NEVER)
+        runs = table[:, :longest]
+        price = np.where(runs < NEVER, (runs >> shift) ** 2 + _before(uneven, longest), NEVER)
         uneven = price.min(axis=1).clip(max=NEVER)
-        even = np.where(price == uneven[:, None], squares + spread[starts], NEVER)
+        even = np.where(price == uneven[:, None], squares + _before(spread, longest), NEVER)
         spread = even.min(axis=1).clip(max=NEVER)
         chosen.append((even == spread[:, None]).argmax(axis=1))  # the shortest of the best
     return _sizes(chosen)
@@ -237,12 +282,6 @@ def _sizes(chosen: Sequence[NDArray[np.int64]]) -> list[int]:
         sizes.append(int(last[end]) + 1)
         end -= sizes[-1]
     return sizes[::-1]
-
-
-def _longest(table: Table) -> int:
-    """The number of layers in the longest run that is not forbidden."""
-    ends, begins = np.nonzero(table < NEVER)
-    return int((ends - begins).max())
 
 
 def _missing(costs: LayerCosts, places: Sequence[Place], sizes: Sequence[int]) -> Iterator[float]:

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpipe.core.balance import Place
+from lightning_gpipe.core.planner.row_actions import ROW_KINDS, Numbers, RowActions
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
 from lightning_gpipe.core.schedules import Kind
 
 Times = NDArray[np.float64]  # one for each action
-Indices = NDArray[np.int64]
 Bytes = NDArray[np.float64]  # of shape (..., 2): of activations, and of boundaries
 
 
@@ -58,8 +58,8 @@ class ActionCosts:
     ) -> None:
         sizes = list(costs)
         self.micro_batches, self.stages = len(rows), len(recomputed)
-        self._size_of = np.array([sizes.index(number) for number in rows])
-        self._recomputed = np.array(recomputed)
+        self._size_of = np.array([sizes.index(number) for number in rows], dtype=np.int32)
+        self._recomputed = np.array(recomputed, dtype=np.int32)
         self.transfers = np.array(transfers) if transfers else None
         speeds = np.array([place.speed for place in places])
 
@@ -75,51 +75,62 @@ class ActionCosts:
         away = np.array(offloaded or nothing[0])
         whole = np.stack([saved + entering, entering])
         self._under_way = np.array(under_way or nothing[0]) * whole.max(axis=1)
-        if away.any():
+        self._moves = bool(away.any())
+        if self._moves:
             moved, moved_inputs = away * whole / np.array([place.host_speed for place in places])
             forward, dropping = np.maximum(forward, moved), np.maximum(dropping, moved_inputs)
             keeping, again = np.maximum(backward, moved), np.maximum(backward, moved_inputs)
         kept, inputs = (1 - away) * saved, (1 - away) * entering
         # By the number of rows, whether it is recomputed, and the stage.
-        self._times: dict[Kind, NDArray[np.float64]] = {
+        times: dict[Kind, NDArray[np.float64]] = {
             Kind.FORWARD: np.stack([forward, dropping], axis=1),
             Kind.RECOMPUTE: np.stack([nothing, each("forward") / speeds], axis=1),
             Kind.BACKWARD: np.stack([keeping, again], axis=1),
             Kind.WEIGHTS: np.stack([weights, weights], axis=1),
         }
-        self._changes: dict[Kind, Bytes] = {
+        changes: dict[Kind, Bytes] = {
             Kind.FORWARD: _pairs(kept=(kept, inputs), dropped=(nothing, inputs)),
             Kind.RECOMPUTE: _pairs(kept=(nothing, nothing), dropped=(saved, nothing)),
             Kind.BACKWARD: _pairs(kept=(left - kept, -inputs), dropped=(left - saved, -inputs)),
             Kind.WEIGHTS: _pairs(*[(-left, nothing)] * 2),
         }
+        self._times = np.concatenate([times[kind].ravel() for kind in ROW_KINDS])
+        self._changes = np.concatenate([changes[kind].reshape(-1, 2) for kind in ROW_KINDS])
+        self._total_changes = self._changes.sum(axis=1)
 
-    def under_way(self, j: int) -> float:
-        """Return the bytes of activations on their way to and from the host, on one stage."""
-        all_recomputed = int(self._recomputed[j] >= self.micro_batches)
-        return float(self._under_way[all_recomputed, j])
+    def under_way(self, j: int | Numbers) -> float:
+        """Return the most bytes of activations on their way to and from the host, of any stage."""
+        if not self._moves:
+            return 0.0
+        all_recomputed = (self._recomputed[j] >= self.micro_batches).astype(np.int8)
+        return float(np.max(self._under_way[all_recomputed, j]))
 
-    def recomputing(self, recomputed: Sequence[int]) -> ActionCosts:
-        """Return the costs if the stages recompute other numbers of micro-batches."""
+    def recomputing(self, number: int) -> ActionCosts:
+        """Return the costs if each stage recomputes the first ``number`` micro-batches."""
         other = copy(self)
-        other._recomputed = np.array(recomputed)
+        other._recomputed = np.full_like(self._recomputed, number)
         return other
 
-    def recomputes(self, i: Indices, j: Indices) -> NDArray[np.bool_]:
-        """Return for each action whether its stage recomputes its micro-batch."""
-        recomputes: NDArray[np.bool_] = i < self._recomputed[j]
-        return recomputes
+    def times(self, actions: RowActions) -> Times:
+        """Return the time of each action."""
+        return self._times.take(self._places(actions))
 
-    def times(self, kind: Kind, i: Indices, j: Indices) -> Times:
-        """Return the time of each action of a kind."""
-        times: Times = self._times[kind][self._size_of[i], self.recomputes(i, j).view(np.int8), j]
-        return times
+    def changes(self, actions: RowActions) -> Bytes:
+        """Return the bytes by which each action changes its stage's memory."""
+        return self._changes.take(self._places(actions), axis=0)
 
-    def changes(self, kind: Kind, i: Indices, j: Indices) -> Bytes:
-        """Return the bytes by which each action of a kind changes its stage's memory."""
-        dropped = self.recomputes(i, j).view(np.int8)
-        changes: Bytes = self._changes[kind][self._size_of[i], dropped, j]
-        return changes
+    def total_changes(self, actions: RowActions) -> NDArray[np.float64]:
+        """Return the bytes by which each action changes its stage's memory, boundaries included."""
+        return self._total_changes.take(self._places(actions))
+
+    def _places(self, actions: RowActions) -> Numbers:
+        """Return the place of each action in tables by kind, rows, recomputation and stage."""
+        kinds, i, j, _ = actions
+        sizes = len(self._total_changes) // (len(ROW_KINDS) * 2 * self.stages)
+        places = kinds if sizes == 1 else kinds * np.int32(sizes) + self._size_of.take(i)
+        recomputes = i < self._recomputed.take(j)
+        found: Numbers = (2 * places + recomputes) * np.int32(self.stages) + j
+        return found
 
 
 def _pairs(

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import accumulate
 from math import inf
 from operator import ge
 from typing import Any, Literal
@@ -19,11 +20,14 @@ from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
 from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes
 from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
-from lightning_gpipe.core.planner.row_memory import most_alive, row_memories
+from lightning_gpipe.core.planner.row_actions import ROW_KINDS, RowActions, row_actions
+from lightning_gpipe.core.planner.row_memory import bytes_at_peaks, least_number, most_alive
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes
-from lightning_gpipe.core.planner.waves import FREES, Wave, end_and_peaks, waves, waves_of
-from lightning_gpipe.core.schedules import Action, Span, offloaded_by_stage
+from lightning_gpipe.core.planner.waves import Waves, waves_of
+from lightning_gpipe.core.schedules import Action, Kind, ScheduleKind, Span, offloaded_by_stage
+
+_FREES = frozenset({Kind.BACKWARD, Kind.WEIGHTS})  # at their ends; others add at their starts
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,10 @@ class Prediction:
         """The index of each worker's device."""
         return list(dict.fromkeys(self.devices))
 
-    @property
+    @cached_property
     def time(self) -> float:
         """The time of a mini-batch, in :attr:`unit`."""
-        return self._simulated[0]
+        return self._waves.makespan(self._actions)
 
     @cached_property
     def bubble(self) -> float:
@@ -100,9 +104,9 @@ class Prediction:
     def spans(self) -> tuple[Span, ...]:
         """The spans of all actions, by their starts; times in :attr:`unit`."""
         spans = (
-            Span(self.placement[j], Action(wave.kind, i, j), start, end)
-            for wave in self._waves()
-            for i, j, start, end in zip(*(array.tolist() for array in wave[1:]), strict=True)
+            Span(self.placement[action.j], action, start, end)
+            for action, start, end, _ in self._timed()
+            if action.kind is not Kind.RECOMPUTE or action.i < self.settings.recomputed[action.j]
         )
         return tuple(sorted(spans, key=lambda span: span.start))
 
@@ -112,14 +116,9 @@ class Prediction:
         for j, (worker, stage) in enumerate(zip(self.placement, self.stages, strict=True)):
             always[worker] += stage.memory.held + stage.memory.outputs + self._under_way.get(j, 0.0)
         bytes_over_time = [[(0.0, held)] for held in always]
-        for wave in self._waves():
-            times = wave.end if wave.kind in FREES else wave.start
-            changes = self._actions.changes(wave.kind, wave.i, wave.j).sum(axis=1)
-            for j, at, change in zip(
-                wave.j.tolist(), times.tolist(), changes.tolist(), strict=True
-            ):
-                own = bytes_over_time[self.placement[j]]
-                own.append((at, own[-1][1] + change))
+        for action, start, end, change in self._timed():
+            own = bytes_over_time[self.placement[action.j]]
+            own.append((end if action.kind in _FREES else start, own[-1][1] + change))
         return bytes_over_time
 
     def as_dict(self) -> dict[str, Any]:
@@ -191,30 +190,38 @@ class Prediction:
             for own, place in zip(self._layers, self.places, strict=True)
         ]
 
-    def _waves(self) -> Iterator[Wave]:
-        """All actions, with their times; those of each worker in its order."""
-        order = self.settings.order
-        if order.definition.patterns is None:
-            schedule = order.build(len(self.rows), self.placement, self.settings.recomputed)
-            return waves_of(schedule, self._actions)
-        return waves(
-            order.patterns(len(self.rows), self.placement),
-            self._actions,
-            one_loss=not order.by_micro_batch,
-            split=order.split,
-        )
+    def _timed(self) -> Iterator[tuple[Action, float, float, float]]:
+        """Yield each action with its start, its end and the bytes that it adds, by workers."""
+        actions, timing = self._rows, self._waves.timing(self._actions)
+        changes = self._actions.total_changes(actions)
+        columns = (*actions[:3], *timing, changes)
+        for kind, i, j, *numbers in zip(*(each.tolist() for each in columns), strict=True):
+            yield Action(ROW_KINDS[kind], i, j), *numbers
+
+    @property
+    def _schedule(self) -> tuple[ScheduleKind, int, tuple[int, ...], tuple[int, ...]]:
+        """The arguments for the actions of the schedule."""
+        return self.settings.order, len(self.rows), self.placement, self.settings.recomputed
+
+    @property
+    def _rows(self) -> RowActions:
+        return row_actions(*self._schedule)
+
+    @property
+    def _waves(self) -> Waves:
+        return waves_of(*self._schedule, from_host=self._actions.transfers is not None)
 
     @cached_property
-    def _simulated(self) -> tuple[float, Bytes]:
-        """The end of the mini-batch, and the bytes of each stage at the peak of its device."""
-        return end_and_peaks(self._waves(), self._actions, self.placement)
+    def _peaks(self) -> Bytes:
+        """The bytes of each stage at the peak of its device."""
+        return bytes_at_peaks(self._rows, self._actions)
 
     def least_recomputed(self) -> tuple[int, ...]:
         """Return the least number of micro-batches that each stage must recompute to fit."""
         n = len(self.devices)
         return self._least(
             len(self.rows),
-            lambda number: self._actions.recomputing([number] * n),
+            lambda number: self._actions.recomputing(number),
             lambda number: self._with(recomputed=(number,) * n),
         )
 
@@ -238,15 +245,15 @@ class Prediction:
         """Return for each stage the least number, up to ``most``, with which its device fits.
 
         Costs and predictions follow from the same number for all stages. All stages of a device
-        have the same and, if the rows are no patterns, all devices have.
+        have the same and, if the order of actions depends on recomputation, all devices have.
         """
-        m, n = len(self.rows), len(self.devices)
-        if self.settings.order.definition.patterns is None:
-            return (bisect_left(range(most), True, key=lambda k: not any(others(k).missing)),) * n
-        numbers, guess = {}, 0
-        rows = row_memories(self.settings.order, m, self.placement)
-        for device, row in zip(self.workers, rows, strict=True):
-            numbers[device] = guess = row.least(costs, most, self.room[device], guess)
+        if self.settings.order.definition.rows is not None:
+            return (
+                bisect_left(range(most), True, key=lambda k: not any(others(k).missing)),
+            ) * len(self.devices)
+        numbers, guess, costs = {}, 0, cache(costs)
+        for device, row in zip(self.workers, self._rows.rows(), strict=True):
+            numbers[device] = guess = least_number(row, costs, most, self.room[device], guess)
         return tuple(numbers[device] for device in self.devices)
 
     def _with(self, **settings: Any) -> Prediction:
@@ -310,13 +317,14 @@ class Prediction:
 
     def _stages(self) -> Iterator[StagePrediction]:
         sizes = Counter(self.rows).items()
+        first = {rows: [0, *accumulate(size == rows for size in self.rows)] for rows, _ in sizes}
         for j, own in enumerate(self._layers):
             layers = self.profile.layers[own.start : own.stop]
             held = [*layers, self.profile.around] if j == self._outside else layers
-            recomputed = Counter(self.rows[: self.settings.recomputed[j]])
-            costs = [(number, self._costs[rows][j], recomputed[rows]) for rows, number in sizes]
+            again = self.settings.recomputed[j]
+            costs = [(number, self._costs[rows][j], first[rows][again]) for rows, number in sizes]
             time = sum(number * cost.time + again * cost.dropping for number, cost, again in costs)
-            activations, boundaries = self._simulated[1][j].tolist()
+            activations, boundaries = self._peaks[j].tolist()
             activations += self._under_way.get(j, 0.0)
             yield StagePrediction(
                 own.start,

@@ -1,4 +1,4 @@
-"""The memory of a worker at the peak of its row.
+"""The memory of workers at the peaks of their rows.
 
 A worker runs its row in order, however long it waits between two actions. So what it holds follows
 from the row alone, without the times of the schedule.
@@ -6,73 +6,57 @@ from the row alone, without the times of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import chain
 
 import numpy as np
 
-from lightning_gpipe.core.planner.action_costs import ActionCosts, Indices
-from lightning_gpipe.core.schedules import Kind, Pattern, ScheduleKind, Visit
+from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes
+from lightning_gpipe.core.planner.row_actions import ROW_KINDS, RowActions, row_actions
+from lightning_gpipe.core.schedules import Kind, ScheduleKind
 
 _CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1}  # of the micro-batches that are alive
 
 
-class RowMemory:
-    """The actions of one worker as arrays, in the order in which they change its memory."""
+def peak_of(row: RowActions, costs: ActionCosts) -> float:
+    """Return the most bytes that the actions of a worker hold at once, and those on their way."""
+    return float(costs.total_changes(row).cumsum().max()) + costs.under_way(row.j)
 
-    def __init__(self, pattern: Pattern) -> None:
-        forwards = backwards = _columns(pattern.forwards)
-        if pattern.backwards is not pattern.forwards:
-            backwards = _columns(pattern.backwards)
-        self._stages = {*forwards[1].tolist()}
-        number = np.arange(len(pattern.forwards))
-        # Forward warm_up + k comes before backward k, the weights of backward k - late after it.
-        self._visits: Mapping[Kind, tuple[tuple[Indices, Indices], Indices]] = {
-            Kind.FORWARD: (forwards, 4 * (number - pattern.warm_up)),
-            Kind.RECOMPUTE: (backwards, 4 * number + 1),
-            Kind.BACKWARD: (backwards, 4 * number + 2),
-            Kind.WEIGHTS: (backwards, 4 * (number + pattern.late) + 3),
-        }
-        self._order = np.argsort(np.concatenate([keys for _, keys in self._visits.values()]))
 
-    def most_alive(self) -> dict[int, int]:
-        """Return for each of its stages the most micro-batches between forward and backward."""
-        visits = {kind: visit for kind, (visit, _) in self._visits.items()}
-        stages = np.concatenate([of_kind[1] for of_kind in visits.values()])[self._order]
-        changes = np.repeat([_CHANGE.get(kind, 0) for kind in visits], len(stages) // len(visits))
-        changes = changes[self._order]
-        return {j: int(changes[stages == j].cumsum().max()) for j in self._stages}
+def bytes_at_peaks(actions: RowActions, costs: ActionCosts) -> Bytes:
+    """Return the bytes of each stage at the peak of its worker, without those on their way."""
+    at_peak = np.zeros((costs.stages, 2))
+    for row in actions.rows():
+        changes = costs.changes(row)
+        until = (changes[:, 0] + changes[:, 1]).cumsum().argmax() + 1
+        for column in range(2):
+            at_peak[:, column] += np.bincount(
+                row.j[:until], changes[:until, column], minlength=costs.stages
+            )
+    return at_peak
 
-    def peak(self, costs: ActionCosts) -> float:
-        """Return the most bytes that the actions hold at once, and those on their way."""
-        changes = np.concatenate(
-            [costs.changes(kind, *visits) for kind, (visits, _) in self._visits.items()]
-        )
-        total = changes[:, 0] + changes[:, 1]  # faster than a sum over so short an axis
-        return float(total[self._order].cumsum().max()) + max(map(costs.under_way, self._stages))
 
-    def least(
-        self, costs: Callable[[int], ActionCosts], most: int, room: float, guess: int = 0
-    ) -> int:
-        """Return the least number by whose costs the row fits; ``most`` if none does.
+def least_number(
+    row: RowActions,
+    costs: Callable[[int], ActionCosts],
+    most: int,
+    room: float,
+    guess: int = 0,
+) -> int:
+    """Return the least number by whose costs the actions of a worker fit; ``most`` if none does.
 
-        The search begins at a guess, as a neighbour's number is most often near.
-        """
-
-        def fits(number: int) -> bool:
-            return self.peak(costs(number)) <= room
-
-        least, guess, step = 0, min(guess, most), 1
-        while least < most:
-            if fits(guess):
-                most, guess = guess, guess - step
-            else:
-                least, guess = guess + 1, guess + step
-            if not least <= guess < most:
-                guess = (least + most) // 2
-            step *= 2
-        return most
+    The search begins at a guess, as a neighbour's number is most often near.
+    """
+    least, guess, step = 0, min(guess, most), 1
+    while least < most:
+        if peak_of(row, costs(guess)) <= room:
+            most, guess = guess, guess - step
+        else:
+            least, guess = guess + 1, guess + step
+        if not least <= guess < most:
+            guess = (least + most) // 2
+        step *= 2
+    return most
 
 
 @lru_cache(maxsize=64)
@@ -80,26 +64,9 @@ def most_alive(order: ScheduleKind, m: int, placement: tuple[int, ...]) -> tuple
     """Return for each stage the most micro-batches between their forward and their backward."""
     if not order.by_micro_batch:
         return (m,) * len(placement)
-    numbers: dict[int, int] = {}
-    if order.definition.patterns is not None:
-        for row in row_memories(order, m, placement):
-            numbers |= row.most_alive()
-    else:
-        alive = [0] * len(placement)
-        for action in chain.from_iterable(order.build(m, placement, 0).rows):
-            if action.kind in _CHANGE:
-                alive[action.j] += _CHANGE[action.kind]
-                numbers[action.j] = max(numbers.get(action.j, 0), alive[action.j])
-    return tuple(numbers[j] for j in range(len(placement)))
-
-
-@lru_cache(maxsize=1)  # of many workers they are large, and asked for again at once
-def row_memories(order: ScheduleKind, m: int, placement: tuple[int, ...]) -> list[RowMemory]:
-    """Return the row of each worker, of a schedule with patterns."""
-    return list(map(RowMemory, order.patterns(m, placement)))
-
-
-def _columns(visits: Sequence[Visit]) -> tuple[Indices, Indices]:
-    """Return the micro-batches and the stages of visits."""
-    numbers = np.fromiter(chain.from_iterable(visits), np.int64, 2 * len(visits))
-    return numbers[::2], numbers[1::2]
+    actions = row_actions(order, m, placement, (0,) * len(placement))
+    by_stage = actions.j.argsort(kind="stable")
+    changes = np.array([_CHANGE.get(kind, 0) for kind in ROW_KINDS])
+    alive = changes[actions.kinds[by_stage]].cumsum()  # none is when a stage has ended
+    firsts = np.searchsorted(actions.j[by_stage], np.arange(len(placement)))
+    return tuple(np.maximum.reduceat(alive, firsts).tolist())

@@ -10,8 +10,8 @@ fit, and the solver knows that more layers leave room for fewer activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import product
@@ -30,14 +30,14 @@ from lightning_gpipe.core.layout import Around, Weights
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.bounds import LowerBounds
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.row_memory import row_memories
+from lightning_gpipe.core.planner.row_actions import row_actions
+from lightning_gpipe.core.planner.row_memory import bytes_at_peaks, peak_of
 from lightning_gpipe.core.planner.settings import (
     PlannedSettings,
     doubled,
     fewer_stages,
 )
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes, sizes_of
-from lightning_gpipe.core.planner.waves import end_and_peaks, waves_of
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
     KINDS,
@@ -55,7 +55,8 @@ class PlanSearch:
     """Balances, bounds and predicts candidates, each of them once.
 
     What is None is left to choose; of ``orders``, the kinds of schedules, ``weights`` and
-    ``offload`` all are given from which to choose. ``every_device`` must have a stage.
+    ``offload`` all are given from which to choose. ``every_device`` must have a stage. The
+    ``predictions`` are shared with the searches among other settings that are made from this one.
     """
 
     profiles: tuple[ModelProfile, ...]
@@ -71,6 +72,7 @@ class PlanSearch:
     weights: tuple[Weights, ...] = ("device",)
     offload: tuple[bool | tuple[int, ...] | Literal["auto"], ...] = (False,)
     every_device: bool = False
+    predictions: dict[Hashable, Prediction] = field(default_factory=dict, repr=False, compare=False)
 
     def is_measured(self, order: ScheduleKind) -> bool:
         """Return True if the times of the schedule's actions were measured."""
@@ -140,10 +142,12 @@ class PlanSearch:
     def _bounds(self) -> LowerBounds:
         return LowerBounds(self.profiles, self.places, self.rows)
 
-    @cached_property
-    def predicted(self) -> Callable[[PlannedSettings], Prediction]:
-        """A function that returns the prediction for a candidate with its best balance."""
-        return cache(self._balanced)
+    def predicted(self, candidate: PlannedSettings) -> Prediction:
+        """Return the prediction for a candidate with its best balance."""
+        key = candidate, self.places, self.balance
+        if key not in self.predictions:
+            self.predictions[key] = self._balanced(candidate)
+        return self.predictions[key]
 
     def _balanced(self, candidate: PlannedSettings) -> Prediction:
         """Balance a candidate by time and memory, which depends on the balance itself.
@@ -153,6 +157,8 @@ class PlanSearch:
         """
         if self.balance is not None:
             return self._fitted(candidate, self.balance)
+        if candidate.stages == self.layers:
+            return self._fitted(candidate, (1,) * self.layers)
         costs, places = self._costs(candidate), self._places(candidate)
         latest = best = None
         held = [0.0] * candidate.stages  # inputs from other stages
@@ -260,10 +266,10 @@ class PlanSearch:
         one = MicroBatchCost(1.0, 1.0, 1.0, saved=1.0, weights=1.0, left=left)
         costs = ActionCosts({1: [one] * n}, [1] * m, recomputed, [Place()] * n)
         placement = order.placement(n, len(self.places))
+        rows = row_actions(order, m, placement, recomputed)
         if order.definition.patterns is None:
-            run = waves_of(order.build(m, placement, recomputed), costs)
-            return _few(end_and_peaks(run, costs, placement)[1][:, 0].tolist())
-        peaks = [row.peak(costs) for row in row_memories(order, m, placement)]
+            return _few(bytes_at_peaks(rows, costs)[:, 0].tolist())
+        peaks = [peak_of(row, costs) for row in rows.rows()]
         return _few([peaks[worker] * len(peaks) / n for worker in placement])
 
 

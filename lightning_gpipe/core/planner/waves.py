@@ -1,224 +1,275 @@
-"""Simulates a mini-batch in numpy: the start and end of each action, and the memory of each stage.
+"""Simulates a mini-batch in numpy: the start and end of each action.
 
-Each round, every worker whose next forward or backward is ready runs it, all of them at once: so a
-thousand micro-batches on a thousand stages take some thousand rounds instead of a million actions.
-Schedules whose rows are no patterns are simulated action by action.
-A recomputation and the gradients of the weights wait for no other worker; they run right before and
-after a backward. The tests compare this with the simulation of the schedule.
+In a round, every worker whose next forward or backward is ready runs it, all of them at once: they
+are a *wave*. So a thousand micro-batches on a thousand stages take some thousand rounds instead of
+a million actions. A recomputation and the gradients of the weights wait for no other worker: they
+follow the forward or backward before them. Which actions are a wave depends on the schedule alone,
+so waves are found once for all costs. The tests compare the times with the simulation of the
+schedule.
+
+Workers wait for something else, too, in actions that take no time. If the mini-batch has one loss,
+they meet after the last forward. If the weights are on the host, a worker waits for those of a
+stage at the beginning of a *turn*, when it goes on to another stage. The weights of the next turn
+come meanwhile, one stage after another; a stage to which a worker comes back from one other is
+still there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes, Indices, Times
-from lightning_gpipe.core.schedules import Action, Kind, Pattern, Schedule, Visit
+from lightning_gpipe.core.planner.action_costs import ActionCosts, Times
+from lightning_gpipe.core.planner.row_actions import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    ROW_KINDS,
+    WEIGHTS,
+    Indices,
+    Numbers,
+    RowActions,
+    order_needs,
+    row_actions,
+)
+from lightning_gpipe.core.schedules import ScheduleKind
 
-FREES = frozenset({Kind.BACKWARD, Kind.WEIGHTS})  # at their ends; others add at their starts
+_MEETING, _TURN, _LOAD = range(len(ROW_KINDS), len(ROW_KINDS) + 3)  # kinds that are no actions
+_START, _MET, _FIRST = range(3)  # nodes that all rows share, and the first of a row
 
 
-class Wave(NamedTuple):
-    """Actions of one kind, at most one for each worker.
+class Timing(NamedTuple):
+    """The times of all actions, those of each worker in its order.
 
     Attributes:
-        kind: The kind of the actions.
-        i, j: The micro-batch and the stage of each.
         start, end: The times of each; the mini-batch starts at 0.
     """
 
-    kind: Kind
-    i: Indices
-    j: Indices
     start: Times
     end: Times
 
 
-def waves(
-    patterns: Sequence[Pattern], costs: ActionCosts, *, one_loss: bool, split: bool
-) -> Iterator[Wave]:
-    """Yield all actions of a mini-batch, those of each worker in its order.
+class Waves:
+    """The waves of a schedule, and the times of its actions by their costs.
+
+    A *node* is a forward, a backward, a wait or a load of weights. It starts when the node before
+    it in its row has ended, with the actions that follow that, and the node that it waits for.
 
     Args:
-        patterns: The row of each worker in brief.
-        costs: The durations of the actions.
+        actions: The actions of all workers.
         one_loss: Whether the mini-batch has one loss, so that no backward starts before the last
             forward has ended.
-        split: Whether the gradients of the weights are actions of their own.
-    """
-    workers = _Workers(patterns, costs, split)
-    if one_loss:
-        while not workers.ended(Kind.FORWARD):
-            yield from workers.round(backwards=False)
-        workers.meet()
-    while not workers.ended(Kind.BACKWARD):
-        yield from workers.round(backwards=True)
-    yield from workers.weights_left()
-
-
-def waves_of(schedule: Schedule, costs: ActionCosts) -> Iterator[Wave]:
-    """Yield the actions of a schedule without patterns, those of each worker in its order."""
-
-    def indices(action: Action) -> tuple[Indices, Indices]:
-        return np.array([action.i]), np.array([action.j])
-
-    def time(action: Action) -> float:
-        return 0.0 if action.by_caller else float(costs.times(action.kind, *indices(action))[0])
-
-    simulation = schedule.simulate(time)
-    for action in sorted(chain(*schedule.rows), key=simulation.start.__getitem__):
-        start, end = simulation.start[action], simulation.end[action]
-        yield Wave(action.kind, *indices(action), np.array([start]), np.array([end]))
-
-
-class _Workers:
-    """The progress of the workers in their rows, and the times of their latest actions."""
-
-    def __init__(self, patterns: Sequence[Pattern], costs: ActionCosts, split: bool) -> None:
-        self._costs = costs
-        self._split = split
-        self._visits = {
-            Kind.FORWARD: _visits([pattern.forwards for pattern in patterns]),
-            Kind.BACKWARD: _visits([pattern.backwards for pattern in patterns]),
-        }
-        self._number = self._visits[Kind.BACKWARD].shape[1]
-        self._warm_up = np.array([pattern.warm_up for pattern in patterns])
-        self._late = np.array([pattern.late for pattern in patterns])
-        # When micro-batches reach each stage, and come back to each, the last first.
-        self._last = 2 * costs.stages - 1
-        self._arrival = np.full((costs.micro_batches, self._last + 2), np.nan)
-        self._arrival[:, 0] = 0.0
-        # The numbers of forwards and backwards that each worker began, and when it is free.
-        self._begun = {kind: np.zeros(len(patterns), dtype=np.int64) for kind in self._visits}
-        self._free = np.zeros(len(patterns))
-        self._weights: _Weights | None = None
-        if costs.transfers is not None:
-            self._weights = _Weights(len(patterns), costs.transfers[:, 0])
-
-    def ended(self, kind: Kind) -> bool:
-        """Return True if all actions of a kind have ended."""
-        return bool((self._begun[kind] == self._number).all())
-
-    def meet(self) -> None:
-        """Let all workers wait for the last one."""
-        self._free[:] = self._free.max()
-
-    def round(self, *, backwards: bool) -> Iterator[Wave]:
-        """Run the next forwards and, if they may run, backwards that are ready."""
-        f, b = self._begun[Kind.FORWARD], self._begun[Kind.BACKWARD]
-        forward = f < np.minimum(self._number, self._warm_up + b + 1)
-        ran = list(self._run_ready(Kind.FORWARD, np.flatnonzero(forward)))
-        if backwards:
-            backward = ~forward & (b < self._number)
-            ran += self._run_ready(Kind.BACKWARD, np.flatnonzero(backward))
-        if not ran:
-            raise RuntimeError("a schedule must end: its workers wait for one another.")
-        yield from ran
-
-    def weights_left(self) -> Iterator[Wave]:
-        """Compute the gradients of the weights that are left at the end."""
-        for late in range(int(self._late.max()), 0, -1) if self._split else ():
-            workers = np.flatnonzero(np.minimum(self._late, self._number) >= late)
-            yield from self._run_weights(workers, np.full(len(workers), self._number - late))
-
-    def _run_ready(self, kind: Kind, workers: Indices) -> Iterator[Wave]:
-        """Run the next action of a kind of each of these workers that it has arrived at."""
-        begun = self._begun[kind]
-        i, j = self._visits[kind][workers, begun[workers]].T
-        place = j if kind is Kind.FORWARD else self._last - j
-        ready = ~np.isnan(self._arrival[i, place])
-        workers, i, j, place = workers[ready], i[ready], j[ready], place[ready]
-        if not len(workers):
-            return
-        if kind is Kind.BACKWARD and (dropped := self._costs.recomputes(i, j)).any():
-            yield self._run(Kind.RECOMPUTE, workers[dropped], i[dropped], j[dropped])
-        wave = self._run(kind, workers, i, j, self._arrival[i, place])
-        self._arrival[i, place + 1] = wave.end
-        yield wave
-        if kind is Kind.BACKWARD and self._split:
-            yield from self._run_weights(workers, (begun - self._late)[workers])
-        begun[workers] += 1
-
-    def _run_weights(self, workers: Indices, places: Indices) -> Iterator[Wave]:
-        """Compute the gradients of the weights for the backwards at these places of the rows."""
-        due = places >= 0
-        if due.any():
-            i, j = self._visits[Kind.BACKWARD][workers[due], places[due]].T
-            yield self._run(Kind.WEIGHTS, workers[due], i, j)
-
-    def _run(
-        self, kind: Kind, workers: Indices, i: Indices, j: Indices, arrival: Times | float = 0.0
-    ) -> Wave:
-        start = np.maximum(self._free[workers], arrival)
-        if self._weights is not None:
-            start = self._weights.awaited(workers, j, start, self._free[workers])
-        self._free[workers] = end = start + self._costs.times(kind, i, j)
-        return Wave(kind, i, j, start, end)
-
-
-class _Weights:
-    """The weights that come from the host: of the stage at work, and meanwhile of the next one.
-
-    A stage to which a worker comes back from one other is still there.
+        from_host: Whether the weights come from the host.
     """
 
-    def __init__(self, workers: int, loads: Times) -> None:
-        self._loads = loads
-        self._turns = np.full((2, workers), -1)  # the stage at work, and the one before it
-        self._asked = np.zeros(workers)  # when the turn at work began, and next weights were
-        self._there = np.zeros(workers)  # when the latest weights are
+    def __init__(self, actions: RowActions, *, one_loss: bool, from_host: bool) -> None:
+        self._actions = rows = actions
+        rows = _with_meeting(rows) if one_loss else rows
+        self._rows = rows = _with_loads(rows) if from_host else rows
+        self._is_action = rows.kinds < _MEETING
+        is_node = (rows.kinds != RECOMPUTE) & (rows.kinds != WEIGHTS)
+        self._places = np.flatnonzero(is_node)
+        self._node_of = np.cumsum(is_node) - 1  # the node that each action is or follows
+        self._followers = _by_number(np.arange(len(is_node)) - self._places[self._node_of])
+        self._last_followers = np.append(self._places[1:], len(is_node)) - 1
+        # Nodes have numbers: those of a row in its order, and then its stop, which never ends.
+        worker = rows.worker_of_each[self._places]
+        self._numbers = _FIRST + np.arange(len(worker)) + worker
+        counts = np.bincount(worker, minlength=rows.workers)
+        stops = _FIRST + np.cumsum(counts + 1) - 1
+        wait = self._waits(stops)
+        before = np.arange(-1, len(wait) - 1)
+        before[stops - counts] = _START
+        self._met = before[np.flatnonzero(wait == _MET)]
+        waves = list(self._found(wait, stops - counts, stops))
+        # The nodes in the order of waves, and the places of others in this order.
+        self._bounds = [0, *np.cumsum(list(map(len, waves))).tolist()]
+        self._order = np.concatenate(waves)
+        self._place_of = np.arange(len(wait))
+        self._place_of[self._order] = _FIRST + np.arange(len(self._order))
+        self._before = before[self._order]
+        self._places_before = self._place_of[self._before]
+        self._places_waited = self._place_of[wait[self._order]]
 
-    def awaited(self, workers: Indices, j: Indices, start: Times, free: Times) -> Times:
-        """Return the starts of actions, by which the weights of their stages are there.
+    def timing(self, costs: ActionCosts) -> Timing:
+        """Return the times of the actions with these costs."""
+        durations, behind = self._durations(costs)
+        end, gaps = self._ends(durations, behind)
+        starts = np.maximum(end[self._places_before] + gaps, end[self._places_waited])
+        places = self._place_of[self._numbers]
+        ends = end[places][self._node_of] + behind
+        begins = np.concatenate([[0.0], ends[:-1]])
+        begins[self._places] = starts[places - _FIRST]
+        return Timing(begins[self._is_action], ends[self._is_action])
 
-        Those of the next stage begin to come when a worker is free for the first action of a turn.
+    def makespan(self, costs: ActionCosts) -> float:
+        """Return the time of the mini-batch.
+
+        With weights on the host it ends when the gradients are there.
         """
-        now, before = self._turns[:, workers]
-        turn = now != j
-        load = turn & (before != j)
-        there = np.maximum(self._asked, self._there)[workers] + self._loads[j]
-        self._there[workers[load]] = there[load]
-        start = np.where(load, np.maximum(start, there), start)
-        workers = workers[turn]
-        self._turns[1, workers] = self._turns[0, workers]
-        self._turns[0, workers] = j[turn]
-        self._asked[workers] = free[turn]
-        return start
+        if costs.transfers is None:
+            durations, behind = self._durations(costs)
+            end, _ = self._ends(durations, behind)
+            return float((end[self._place_of[self._numbers]] + behind[self._last_followers]).max())
+        ends, worker_of = np.zeros(costs.stages), np.zeros(costs.stages, dtype=np.int64)
+        ends[self._actions.j] = self.timing(costs).end  # of each stage's latest action
+        worker_of[self._actions.j] = self._actions.worker_of_each
+        home = np.zeros(self._actions.workers)
+        for j in ends.argsort():
+            home[worker_of[j]] = max(home[worker_of[j]], ends[j]) + costs.transfers[j, 1]
+        return float(home.max())
+
+    def _durations(self, costs: ActionCosts) -> tuple[Times, Times]:
+        """Return the time of each action, and the time from a node to the end of each follower."""
+        durations = np.zeros(len(self._node_of))
+        durations[self._is_action] = costs.times(self._actions)
+        if costs.transfers is not None:
+            loads = self._rows.kinds == _LOAD
+            durations[loads] = costs.transfers[self._rows.j[loads], 0]
+        behind = durations.copy()
+        behind[self._places] = 0.0
+        for places in self._followers[2:]:  # a first follower takes its own time
+            behind[places] += behind[places - 1]
+        return durations, behind
+
+    def _ends(self, durations: Times, behind: Times) -> tuple[Times, Times]:
+        """Return when each node ends, and how long it is after the end of the node before it."""
+        times, after = np.zeros((2, len(self._place_of)))
+        times[self._numbers] = durations[self._places]
+        after[self._numbers] = behind[self._last_followers]
+        times, gaps = times[self._order], after[self._before]
+        end = np.zeros(_FIRST + len(times))
+        row, other = np.empty((2, int(np.diff(self._bounds).max())))
+        for first, last in pairwise(self._bounds):
+            if first == self._meeting:
+                end[_MET] = (end[self._place_of[self._met]] + after[self._met]).max()
+            start, waited = row[: last - first], other[: last - first]
+            end.take(self._places_before[first:last], out=start, mode="clip")
+            end.take(self._places_waited[first:last], out=waited, mode="clip")
+            start += gaps[first:last]
+            np.maximum(start, waited, out=start)
+            np.add(start, times[first:last], out=end[_FIRST + first : _FIRST + last])
+        return end, gaps
+
+    def _waits(self, stops: Indices) -> Indices:
+        """Return the node for which each node waits; a stop waits for itself."""
+        kinds, i, j = (each[self._places] for each in self._rows[:3])
+        wait = np.arange(stops[-1] + 1)
+        moving = kinds <= BACKWARD
+        stages, numbers = 1 + self._actions.j.max(), self._numbers[moving]
+        # A micro-batch goes through the stages and back.
+        way = np.where(kinds == FORWARD, j, 2 * stages - 1 - j)[moving]
+        nodes = np.full((1 + self._actions.i.max(), 2 * stages + 1), stops[-1])
+        nodes[:, 0] = _START
+        nodes[i[moving], way + 1] = numbers
+        wait[numbers] = nodes[i[moving], way]
+        wait[self._numbers[kinds == _MEETING]] = _MET
+        turns = np.flatnonzero(kinds == _TURN)
+        worker = self._rows.worker_of_each[self._places[turns]]
+        needs_load = _needs_load(worker, j[turns])
+        turns, loads = self._numbers[turns], self._numbers[kinds == _LOAD]
+        wait[turns[needs_load]], wait[turns[~needs_load]] = loads, _START
+        # The weights of a turn begin to come when the one before it begins.
+        before = np.where(_shifted(worker, 1) == worker, _shifted(turns, 1), _START)
+        wait[loads] = before[needs_load]
+        return wait
+
+    def _found(self, wait: Indices, firsts: Indices, stops: Indices) -> Iterator[Indices]:
+        """Yield the nodes of each wave, in rows with these first nodes and stops."""
+        done = np.zeros(len(wait), dtype=np.bool_)
+        done[_START] = True
+        self._meeting, number, heads = -1, 0, firsts.copy()
+        while True:
+            ready = done.take(wait.take(heads))
+            wave = heads.compress(ready)
+            if len(wave):
+                done[wave] = True
+                heads += ready
+                number += len(wave)
+                yield wave
+            elif len(self._met) and not done[_MET]:
+                self._meeting, done[_MET] = number, True
+            else:
+                break
+        if not np.array_equal(heads, stops):
+            raise RuntimeError("a schedule must end: its workers wait for one another.")
 
 
-def _visits(rows: Sequence[Sequence[Visit]]) -> Indices:
-    """The visits of each worker, of shape (workers, visits, 2)."""
-    numbers = chain.from_iterable(chain.from_iterable(rows))
-    return np.fromiter(numbers, dtype=np.int64).reshape(len(rows), -1, 2)
+def waves_of(
+    order: ScheduleKind,
+    m: int,
+    placement: tuple[int, ...],
+    recomputed: tuple[int, ...],
+    *,
+    from_host: bool = False,
+) -> Waves:
+    """Return the waves of a schedule; other arguments are as for :func:`row_actions`."""
+    return _waves_of(order, m, placement, order_needs(order, recomputed), from_host)
 
 
-def end_and_peaks(
-    waves: Iterable[Wave], costs: ActionCosts, placement: Sequence[int]
-) -> tuple[float, Bytes]:
-    """Return the end of a mini-batch, and the bytes of each stage at the peak of its device.
+@lru_cache(maxsize=1)  # as for the actions
+def _waves_of(
+    order: ScheduleKind,
+    m: int,
+    placement: tuple[int, ...],
+    recomputed: tuple[int, ...],
+    from_host: bool,
+) -> Waves:
+    actions = row_actions(order, m, placement, recomputed)
+    return Waves(actions, one_loss=not order.by_micro_batch, from_host=from_host)
 
-    With weights on the host it ends when the gradients are there.
-    """
-    worker_of = np.array(placement)
-    now, at_peak = np.zeros((len(placement), 2)), np.zeros((len(placement), 2))
-    total, peak = np.zeros(worker_of.max() + 1), np.zeros(worker_of.max() + 1)
-    end = np.zeros(len(placement))  # of each stage's latest action
-    for wave in waves:
-        change, workers = costs.changes(wave.kind, wave.i, wave.j), worker_of[wave.j]
-        end[wave.j] = wave.end
-        now[wave.j] += change
-        total[workers] += change[:, 0] + change[:, 1]  # faster than a sum over so short an axis
-        risen = total > peak
-        if risen.any():
-            peak[risen] = total[risen]
-            at_peak[risen[worker_of]] = now[risen[worker_of]]
-    last = float(end.max())
-    if costs.transfers is not None:
-        home = np.zeros_like(total)
-        for j in end.argsort():
-            home[worker_of[j]] = max(home[worker_of[j]], end[j]) + costs.transfers[j, 1]
-        last = float(home.max())
-    return last, at_peak
+
+def _with_meeting(rows: RowActions) -> RowActions:
+    """Let all workers meet after their forwards."""
+    forwards = np.bincount(rows.worker_of_each, rows.kinds == FORWARD).astype(np.int64)
+    at = rows.begins[:-1] + forwards
+    return _with_waits(rows, at, _MEETING, rows.j[at - 1])
+
+
+def _with_loads(rows: RowActions) -> RowActions:
+    """Let each worker wait for weights, which come in rows after those of all workers."""
+    begins = np.append(True, rows.j[1:] != rows.j[:-1])
+    begins[rows.begins[:-1]] = True
+    at = np.flatnonzero(begins)
+    j, worker = rows.j[at], rows.worker_of_each[at]
+    rows, needs_load = _with_waits(rows, at, _TURN, j), _needs_load(worker, j)
+    loads = j[needs_load]
+    numbers = np.bincount(worker[needs_load], minlength=rows.workers)
+    return RowActions(
+        np.append(rows.kinds, np.full_like(loads, _LOAD)),
+        np.append(rows.i, np.zeros_like(loads)),
+        np.append(rows.j, loads),
+        np.append(rows.begins, rows.begins[-1] + np.cumsum(numbers)),
+    )
+
+
+def _with_waits(rows: RowActions, at: Indices, kind: int, j: Numbers) -> RowActions:
+    """Insert waits of a kind before these actions; ``j`` are the stages that workers are at."""
+    return RowActions(
+        np.insert(rows.kinds, at, kind),
+        np.insert(rows.i, at, 0),
+        np.insert(rows.j, at, j),
+        rows.begins + np.searchsorted(at, rows.begins),
+    )
+
+
+def _needs_load(worker: Indices, j: Numbers) -> NDArray[np.bool_]:
+    """Return for each turn whether its stage is another than in the turn before the last."""
+    needs: NDArray[np.bool_] = (_shifted(worker, 2) != worker) | (_shifted(j, 2) != j)
+    return needs
+
+
+def _shifted(numbers: NDArray[np.integer], by: int) -> NDArray[np.integer]:
+    """Return the number so many places before each, or -1."""
+    return np.append(np.full(by, -1), numbers)[: len(numbers)]
+
+
+def _by_number(numbers: Indices) -> list[Indices]:
+    """Return the places of 0, those of 1, and so on."""
+    counts = np.bincount(numbers)
+    return np.split(np.argsort(numbers, kind="stable"), np.cumsum(counts)[:-1])

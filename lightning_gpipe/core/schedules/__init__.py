@@ -20,7 +20,7 @@ from lightning_gpipe.core.schedules.host_moves import (
     offloaded_by_stage,
     weight_moves,
 )
-from lightning_gpipe.core.schedules.patterns import Pattern, Visit
+from lightning_gpipe.core.schedules.patterns import Pattern, Visits
 from lightning_gpipe.core.schedules.placement import counted, folded, looped
 from lightning_gpipe.core.schedules.recompute import (
     ActivationCheckpointing,
@@ -66,7 +66,7 @@ __all__ = [
     "ScheduleKind",
     "ScheduleName",
     "Span",
-    "Visit",
+    "Visits",
     "WeightMoves",
     "activation_moves",
     "as_block",

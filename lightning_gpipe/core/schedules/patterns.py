@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_gpipe.core.schedules.action import Action, Kind
 from lightning_gpipe.core.schedules.placement import check_looped, counted
 
-Visit = tuple[int, int]  # a micro-batch and a stage
+Visits = NDArray[np.int64]  # of shape (visits, 2): the micro-batch and the stage of each
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Pattern:
             weights.
     """
 
-    forwards: Sequence[Visit]
-    backwards: Sequence[Visit]
+    forwards: Visits
+    backwards: Visits
     warm_up: int
     late: int = 0
 
@@ -40,18 +43,19 @@ class Pattern:
         backwards is preceded by a recomputation. ``split`` makes the gradients of the weights
         actions.
         """
-        for i, j in self.forwards[: self.warm_up]:
+        forwards, backwards = self.forwards.tolist(), self.backwards.tolist()
+        for i, j in forwards[: self.warm_up]:
             yield Action(Kind.FORWARD, i, j)
-        for k, (i, j) in enumerate(self.backwards):
-            for forward in self.forwards[self.warm_up + k : self.warm_up + k + 1]:
+        for k, (i, j) in enumerate(backwards):
+            for forward in forwards[self.warm_up + k : self.warm_up + k + 1]:
                 yield Action(Kind.FORWARD, *forward)
             if i < recomputed[j]:
                 yield Action(Kind.RECOMPUTE, i, j)
             yield Action(Kind.BACKWARD, i, j)
             if split and k >= self.late:
-                yield Action(Kind.WEIGHTS, *self.backwards[k - self.late])
+                yield Action(Kind.WEIGHTS, *backwards[k - self.late])
         if split:
-            for visit in self.backwards[max(0, len(self.backwards) - self.late) :]:
+            for visit in backwards[max(0, len(backwards) - self.late) :]:
                 yield Action(Kind.WEIGHTS, *visit)
 
 
@@ -76,7 +80,7 @@ def fill_drain_patterns(m: int, placement: Sequence[int]) -> list[Pattern]:
 
     def pattern(worker: int) -> Pattern:
         stages = [j for j, owner in enumerate(placement) if owner == worker]
-        forwards = [(i, j) for j in stages for i in range(m)]
+        forwards = _visits(np.arange(m), np.array(stages)[:, None])
         return Pattern(forwards, forwards[::-1], len(forwards))
 
     return list(map(pattern, range(max(placement) + 1)))
@@ -103,7 +107,7 @@ def one_forward_one_backward_patterns(m: int, placement: Sequence[int]) -> list[
         return (fill_drain_patterns if m % workers else _interleaved)(m, placement)
 
     def pattern(j: int) -> Pattern:
-        visits = [(i, j) for i in range(m)]
+        visits = _visits(np.arange(m), j)
         return Pattern(visits, visits, n - 1 - j)
 
     return list(map(pattern, range(n)))
@@ -124,15 +128,11 @@ def _interleaved(m: int, placement: Sequence[int]) -> list[Pattern]:
     Megatron-LM" (2021).
     """
     workers = 1 + max(placement)
-    loops = range(len(placement) // workers)
+    loops = np.arange(len(placement) // workers)
+    groups = np.arange(m).reshape(-1, 1, workers)
 
-    def visits(worker: int, loops: Sequence[int]) -> list[Visit]:
-        return [
-            (i, loop * workers + worker)
-            for first in range(0, m, workers)
-            for loop in loops
-            for i in range(first, first + workers)
-        ]
+    def visits(worker: int, loops: NDArray[np.int64]) -> Visits:
+        return _visits(groups, loops[:, None] * workers + worker)
 
     def pattern(worker: int) -> Pattern:
         # While the first backward comes back, as many forwards go on as on the way to the end.
@@ -140,6 +140,11 @@ def _interleaved(m: int, placement: Sequence[int]) -> list[Pattern]:
         return Pattern(visits(worker, loops), visits(worker, loops[::-1]), warm_up)
 
     return list(map(pattern, range(workers)))
+
+
+def _visits(i: NDArray[np.int64], j: NDArray[np.int64] | int) -> Visits:
+    """Return the visits of these micro-batches and stages, broadcast, in the order of the axes."""
+    return np.stack(np.broadcast_arrays(i, j), axis=-1).reshape(-1, 2)
 
 
 def check_one_forward_one_backward(m: int, placement: Sequence[int]) -> None:

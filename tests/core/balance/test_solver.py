@@ -256,3 +256,12 @@ def test_model_that_fits_no_cut_says_what_is_missing_where() -> None:
 def test_problem_that_is_none(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_run_much_longer_than_the_others() -> None:
+    """Runs of a few layers are tried first; the best cut may have longer ones."""
+    costs = [4.0, *[0.01] * 50, 4.0, 4.0, 4.0]
+
+    assert solve(costs, parts=5) == [1, 50, 1, 1, 1]
+    assert solve([*[0.01] * 50, 4.0, 4.0, 4.0], parts=4) == [50, 1, 1, 1]
+    assert solve(costs, parts=4) == [26, 26, 1, 1]

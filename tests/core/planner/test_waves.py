@@ -1,11 +1,11 @@
 """Times of whole micro-batches, compared with the simulation of the schedule.
 
-Here are also the tests of ``action_costs``.
+Here are also the tests of ``action_costs`` and ``row_actions``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -14,17 +14,19 @@ import pytest
 
 from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.planner.action_costs import ActionCosts
+from lightning_gpipe.core.planner.row_actions import ROW_KINDS, RowActions, row_actions
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
-from lightning_gpipe.core.planner.waves import Wave, end_and_peaks, waves
+from lightning_gpipe.core.planner.waves import Waves, waves_of
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
     KINDS,
     Action,
+    ByMicroBatch,
     Kind,
-    Pattern,
     Schedule,
     ScheduleKind,
     WeightMoves,
+    folded,
     looped,
     weight_moves,
 )
@@ -52,14 +54,18 @@ def drawn(
     return ActionCosts(costs, rows, recomputed, places, transfers=transfers)
 
 
+def time_of(costs: ActionCosts, action: Action) -> float:
+    kind, i, j = np.array([[ROW_KINDS.index(action.kind)], [action.i], [action.j]], dtype=np.int32)
+    return float(costs.times(RowActions(kind, i, j, np.array([0, 1])))[0])
+
+
 def by_simulation(costs: ActionCosts, schedule: Schedule) -> dict[Action, Span]:
     """What the simulator says: a phase starts when the one before has ended."""
 
     def cost(action: Action) -> float:
-        kind, i, j = action
-        if not 0 <= j < schedule.n or kind is Kind.LOSS:
+        if not 0 <= action.j < schedule.n or action.kind is Kind.LOSS:
             return 0.0
-        return float(costs.times(kind, np.array([i]), np.array([j]))[0])
+        return time_of(costs, action)
 
     found: dict[Action, Span] = {}
     at = 0.0
@@ -71,17 +77,19 @@ def by_simulation(costs: ActionCosts, schedule: Schedule) -> dict[Action, Span]:
     return {a: span for a, span in found.items() if a.j in stages and a.kind is not Kind.LOSS}
 
 
-def by_waves(found: Iterable[Wave]) -> dict[Action, Span]:
+def by_waves(
+    order: ScheduleKind, costs: ActionCosts, placement: tuple[int, ...], recomputed: tuple[int, ...]
+) -> dict[Action, Span]:
+    """The times of all actions, but for recomputations of which there is no need."""
+    schedule = order, costs.micro_batches, placement, recomputed
+    kinds, i, j, _ = (numbers.tolist() for numbers in row_actions(*schedule))
+    actions = (Action(ROW_KINDS[kind], *visit) for kind, *visit in zip(kinds, i, j, strict=True))
+    times = zip(*(each.tolist() for each in waves_of(*schedule).timing(costs)), strict=True)
     return {
-        Action(wave.kind, i, j): (start, end)
-        for wave in found
-        for i, j, start, end in zip(*(each.tolist() for each in wave[1:]), strict=True)
+        action: span
+        for action, span in zip(actions, times, strict=True)
+        if action.kind is not Kind.RECOMPUTE or action.i < recomputed[action.j]
     }
-
-
-def in_fill_drain(costs: ActionCosts, *, split: bool = False) -> Iterator[Wave]:
-    patterns = FILL_DRAIN.patterns(costs.micro_batches, one_each(costs.stages))
-    return waves(patterns, costs, one_loss=True, split=split)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -92,7 +100,8 @@ def test_every_action_of_a_drawn_case_has_the_times_of_the_simulation(seed: int)
     costs = drawn(random, m, recomputed)
     schedule = ScheduleKind(split=split).build(m, one_each(n), recomputed)
 
-    assert by_waves(in_fill_drain(costs, split=split)) == by_simulation(costs, schedule)
+    found = by_waves(ScheduleKind(split=split), costs, one_each(n), recomputed)
+    assert found == by_simulation(costs, schedule)
 
 
 @pytest.mark.parametrize("order", KINDS, ids=str)
@@ -107,38 +116,55 @@ def test_times_of_any_schedule_are_those_of_the_simulation(order: ScheduleKind, 
     costs = drawn(random, m, recomputed)
 
     schedule = order.build(m, placement, recomputed)
-    patterns = order.patterns(m, placement)
-    found = waves(patterns, costs, one_loss=not order.by_micro_batch, split=order.split)
 
-    assert by_waves(found) == by_simulation(costs, schedule)
+    assert by_waves(order, costs, placement, recomputed) == by_simulation(costs, schedule)
+
+
+@pytest.mark.parametrize("name", ["zero_bubble_v", "v_half", "v_min"])
+@pytest.mark.parametrize("seed", range(25))
+def test_times_of_a_folded_schedule_are_those_of_the_simulation(
+    name: ByMicroBatch, seed: int
+) -> None:
+    random = Random(seed)
+    order, m, workers = ScheduleKind(name, split=True), random.randint(1, 7), random.randint(1, 4)
+    placement = folded(2 * workers, workers)
+    recomputed = tuple(random.randint(0, m) for _ in placement)
+    costs = drawn(random, m, recomputed)
+
+    schedule = order.build(m, placement, recomputed)
+
+    assert by_waves(order, costs, placement, recomputed) == by_simulation(costs, schedule)
 
 
 def test_actions_of_each_worker_come_in_its_order() -> None:
-    costs = drawn(Random(0), 6, [2, 0, 6, 1, 2, 3])
+    recomputed = (2, 0, 6, 1, 2, 3)
+    costs = drawn(Random(0), 6, recomputed)
     order = ScheduleKind("1f1b", split=True)
-    schedule = order.build(6, looped(6, 3), (2, 0, 6, 1, 2, 3))
+    schedule = order.build(6, looped(6, 3), recomputed)
 
-    patterns = order.patterns(6, schedule.placement)
-    found = by_waves(waves(patterns, costs, one_loss=False, split=True))
+    found = by_waves(order, costs, schedule.placement, recomputed)
 
     for worker, row in enumerate(schedule.rows):
         assert [a for a in found if schedule.worker_of(a) == worker] == list(row)
 
 
 def test_workers_that_wait_for_one_another() -> None:
-    costs = drawn(Random(0), 1, [0, 0])
-    nobody_first = [Pattern([(0, j)], [(0, j)], 0) for j in (1, 1)]
+    j = np.array([1, 1, 1, 1], dtype=np.int32)
+    kinds = np.array([0, 2, 0, 2], dtype=np.int32)
+    nobody_first = RowActions(kinds, np.zeros_like(j), j, np.array([0, 2, 4]))
 
     with pytest.raises(RuntimeError, match="wait for one another"):
-        list(waves(nobody_first, costs, one_loss=False, split=False))
+        Waves(nobody_first, one_loss=False, from_host=False)
 
 
 def test_equal_micro_batches_take_the_slowest_stage_once_for_each_but_the_first() -> None:
     stages = [MicroBatchCost(f, f, b, 1.0) for f, b in ((1.0, 2.0), (5.0, 7.0), (2.0, 3.0))]
 
-    *_, last = in_fill_drain(ActionCosts({1: stages}, [1] * 10, [0] * 3, [Place()] * 3))
+    costs = ActionCosts({1: stages}, [1] * 10, [0] * 3, [Place()] * 3)
 
-    assert last.end.max() == (1 + 5 + 2) + 9 * 5 + (2 + 7 + 3) + 9 * 7
+    time = waves_of(FILL_DRAIN, 10, one_each(3), (0,) * 3).makespan(costs)
+
+    assert time == (1 + 5 + 2) + 9 * 5 + (2 + 7 + 3) + 9 * 7
 
 
 def test_no_action_of_a_stage_starts_before_the_one_before_has_ended() -> None:
@@ -147,10 +173,11 @@ def test_no_action_of_a_stage_starts_before_the_one_before_has_ended() -> None:
     stages = [
         MicroBatchCost(random.random(), random.random(), random.random(), 1.0) for _ in range(8)
     ]
-    free = np.zeros(8)
-    for wave in in_fill_drain(ActionCosts({1: stages}, [1] * 50, [50] * 8, [Place()] * 8)):
-        assert (wave.start >= free[wave.j]).all()
-        free[wave.j] = wave.end
+    costs, recomputed = ActionCosts({1: stages}, [1] * 50, [50] * 8, [Place()] * 8), (50,) * 8
+    free = [0.0] * 8
+    for action, (start, end) in by_waves(FILL_DRAIN, costs, one_each(8), recomputed).items():
+        assert start >= free[action.j]
+        free[action.j] = end
 
 
 def with_weights_from_the_host(schedule: Schedule, costs: ActionCosts) -> float:
@@ -177,10 +204,9 @@ def with_weights_from_the_host(schedule: Schedule, costs: ActionCosts) -> float:
                 needed = [each for each in schedule.needs(action) if each in present]
                 if not all(each in end for each in needed):
                     break
-                kind, i, j = queue.pop()
+                j = queue.pop().j
                 start = max([free[w], there[j], *(end[each] for each in needed)])
-                time = costs.times(kind, np.array([i]), np.array([j]))[0]
-                free[w] = end[action] = start + float(time)
+                free[w] = end[action] = start + time_of(costs, action)
                 if last[j] == action:
                     going[w] = max(going[w], free[w]) + home[j]
         assert len(end) > before, "a schedule ends"
@@ -201,27 +227,25 @@ def test_waits_for_weights_are_those_of_the_moves_of_workers(
     transfers = [(random.choice([0.0, 1.0, 7.0]), random.choice([0.0, 3.0])) for _ in placement]
     costs = drawn(random, m, recomputed, transfers)
 
-    found = waves(
-        order.patterns(m, placement), costs, one_loss=not order.by_micro_batch, split=order.split
-    )
+    waves = waves_of(order, m, placement, recomputed, from_host=True)
 
     schedule = order.build(m, placement, recomputed)
     by_moves = with_weights_from_the_host(replace(schedule, caller=()), costs)
-    assert end_and_peaks(found, costs, placement)[0] == by_moves
+    assert waves.makespan(costs) == by_moves
 
 
 def hosted(stages: int, workers: int, m: int, transfer: float) -> float:
     """How long fill-drain takes, of which all is recomputed, if a weight is so long on its way."""
-    placement, places = looped(stages, workers), [Place()] * stages
+    recomputed = (m,) * stages
     costs = ActionCosts(
         {1: [MicroBatchCost(1.0, 1.0, 2.0, 1.0)] * stages},
         [1] * m,
-        [m] * stages,
-        places,
+        recomputed,
+        [Place()] * stages,
         transfers=[(transfer, transfer)] * stages,
     )
-    patterns = FILL_DRAIN.patterns(m, placement)
-    return end_and_peaks(waves(patterns, costs, one_loss=True, split=False), costs, placement)[0]
+    waves = waves_of(FILL_DRAIN, m, looped(stages, workers), recomputed, from_host=True)
+    return waves.makespan(costs)
 
 
 def test_waits_for_weights_of_one_device_by_hand() -> None:
