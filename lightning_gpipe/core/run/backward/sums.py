@@ -10,6 +10,8 @@ from lightning_gpipe.core.run.backward.roots import root_of, run_backward
 
 Gradients = list[Tensor | None]
 
+_NONE = None, None  # in the place of a leaf and its sum
+
 
 def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
     """The sum of each leaf's gradients on its device; None for a leaf without any.
@@ -21,20 +23,23 @@ def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tenso
             of the mini-batch's autograd node.
         leaves: The leaves whose sums to return, in order.
     """
-    gradients_of: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    sum_of: dict[int, tuple[Tensor, Tensor]] = {}  # of each leaf by id: a hash of it is slow
+    several: dict[int, list[Tensor]] = {}
     for leaf, gradient in pairs:
+        key = id(leaf)
         if gradient.device != leaf.device:
             gradient = gradient.to(leaf.device)
-        if (entry := gradients_of.get(id(leaf))) is None:
-            gradients_of[id(leaf)] = leaf, [gradient]
+        if key in several:
+            several[key].append(gradient)
+        elif key in sum_of:
+            several[key] = [sum_of[key][1], gradient]
         else:
-            entry[1].append(gradient)
-    sums: Gradients = []
-    for leaf in leaves:
-        entry = gradients_of.pop(id(leaf), None)
-        sums.append(None if entry is None else _sum(entry[1]))
-    for leaf, gradients in gradients_of.values():
-        run_backward([root_of(leaf)], [_sum(gradients)])
+            sum_of[key] = leaf, gradient
+    for key, gradients in several.items():
+        sum_of[key] = sum_of[key][0], _sum(gradients)
+    sums = [sum_of.pop(id(leaf), _NONE)[1] for leaf in leaves]
+    for leaf, gradient in sum_of.values():
+        run_backward([root_of(leaf)], [gradient])
     return sums
 
 
@@ -46,8 +51,6 @@ def add_gradient(sums: dict[int, tuple[Tensor, Tensor]], leaf: Tensor, gradient:
 
 def _sum(gradients: list[Tensor]) -> Tensor:
     """The sum; sparse gradients, as of nn.Embedding(sparse=True), are added to dense ones last."""
-    if len(gradients) == 1:
-        return gradients[0]
     gradients.sort(key=lambda gradient: gradient.is_sparse)
     total = gradients[0]
     for gradient in gradients[1:]:
