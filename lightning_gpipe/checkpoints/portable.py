@@ -113,10 +113,11 @@ def _moved(tensor: Tensor, source: torch.device, target: torch.device) -> Tensor
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Move the state of an optimizer to the devices of its parameters.
+    """Move the state of an optimizer to the devices of its parameters, those on meta left out.
 
     A learning rate that is a tensor goes to the CPU if the parameters are on several devices.
     """
+    drop_foreign_states(optimizer)
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
     for group in optimizer.param_groups:

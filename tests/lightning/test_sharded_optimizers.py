@@ -138,6 +138,7 @@ def assert_same_fit(found: list[dict[str, Any]], expected: dict[str, Any], repli
         ("2x2", "adam", {"outputs": "last"}, {}),
         ("2x1", "thawing", {"ddp": {"gradient_as_bucket_view": True}}, {}),
         ("2x1", "adagrad", {}, {}),
+        ("2x2", "adagrad", {}, {}),
         ("2x1", "by itself", {}, {}),
         ("2x1", "averaged", {}, {}),
     ],
