@@ -32,6 +32,7 @@ from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups,
 from lightning_gpipe.distributed.optimizer_shards import OptimizerShards
 from lightning_gpipe.distributed.rendezvous import start_together
 from lightning_gpipe.distributed.shared_batches import SharedLoader, unshare
+from lightning_gpipe.distributed.shares import Shares
 
 __all__ = [
     "AFTER_FAILURE",
@@ -44,6 +45,7 @@ __all__ = [
     "SameParameters",
     "Scripts",
     "SharedLoader",
+    "Shares",
     "WorldSizeCalls",
     "bucket_bytes",
     "check_options",

@@ -41,8 +41,11 @@ def bucket_bytes(ddp: Mapping[str, Any]) -> float:
     return float(ddp.get("bucket_cap_mb") or 25) * 2**20
 
 
-def check_options(ddp: Mapping[str, Any] | None, replicas: int) -> None:
-    """Raise ValueError for options that the wrapper does not have, or that have no effect."""
+def check_options(ddp: Mapping[str, Any] | None, replicas: int, *, wraps: bool = True) -> None:
+    """Raise ValueError for options that the wrapper does not have, or that have no effect.
+
+    ``wraps`` tells that there is a wrapper.
+    """
     supported = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OWN
     if ddp is not None and replicas == 1:
         raise ValueError(
@@ -53,6 +56,12 @@ def check_options(ddp: Mapping[str, Any] | None, replicas: int) -> None:
         raise ValueError(
             f"ddp must have options of DistributedDataParallel: got {', '.join(unknown)}. Known "
             f"are {', '.join(sorted(supported))}."
+        )
+    if not wraps and (others := sorted(set(ddp or ()) - _EARLY)):
+        raise ValueError(
+            "sharding='gradients' averages gradients without DistributedDataParallel, also where a "
+            f"parameter has none: got ddp with {', '.join(others)}. Leave it out; there are "
+            f"{', '.join(sorted(_EARLY))}."
         )
 
 

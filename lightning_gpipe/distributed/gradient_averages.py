@@ -16,6 +16,12 @@ A parameter may get gradients that are not in the sum of its stage, or have hook
 gradient before it is averaged. The pipeline may run several times in a step, or not at all. Then
 the replica has no share in the average, and tells so: when the backward has ended, all replicas
 average the ``.grad`` of such parameters.
+
+If replicas share gradients, the second stage of ZeRO, an average is only in the replica that owns
+the parameter: it is reduced there, and the ``.grad`` of the others is None. So no replica keeps the
+gradients of a backward, and each backward is averaged, those that accumulate too. The owner adds up
+the averages. No wrapper averages the gradients of parameters that are not in stages: it would do so
+everywhere. They come at the end, with those above.
 """
 
 from __future__ import annotations
@@ -36,10 +42,11 @@ from lightning_gpipe.core.faithful import has_hooks, has_memory
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import GradientHome, GradientTransfer
 from lightning_gpipe.core.transport import OutOfStep, is_broken_connection
+from lightning_gpipe.distributed.buckets import Bucket, buckets_of
 from lightning_gpipe.distributed.group import FAILURE_TIMEOUT, Watcher
+from lightning_gpipe.distributed.shares import Shares, counts, total
 
 Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
-Bucket = Sequence[nn.Parameter]  # of one dtype, on one device
 
 
 def own_parameters(root: nn.Module, layout: Layout) -> dict[int, list[nn.Parameter]]:
@@ -76,6 +83,8 @@ class GradientAverages(GradientHome):
         group: The processes that have these stages; nothing else uses it.
         watcher: Knows which process has failed.
         cap: The bytes of a bucket.
+        shares: The owners of the parameters, if only these get averages.
+        rest: The other parameters whose gradients are averaged here.
     """
 
     def __init__(
@@ -84,24 +93,31 @@ class GradientAverages(GradientHome):
         group: ProcessGroup,
         watcher: Watcher,
         cap: float,
+        *,
+        shares: Shares | None = None,
+        rest: Sequence[nn.Parameter] = (),
     ) -> None:
         self.buckets = {
-            j: _buckets(stages[j], cap) for j in sorted(stages, reverse=True) if stages[j]
+            j: buckets_of(stages[j], cap, shares) for j in sorted(stages, reverse=True) if stages[j]
         }
         self.group = group
         self._watcher = watcher
         self._cap = cap
+        self._shares = shares
+        self._rest = rest
         self.outside: Collection[int] = ()
         self.adds = True
         self._active = False
         self._steps = 0  # so far
         self._begun = False  # whether the transfer of this step has
         self._late: dict[int, nn.Parameter] = {}  # whose .grad is to be averaged, in order
+        self._averages: dict[int, Pair] = {}  # to be added to .grad when it is an average, too
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in the same order in all replicas."""
-        return list(chain.from_iterable(chain.from_iterable(self.buckets.values())))
+        buckets = chain.from_iterable(self.buckets.values())
+        return [parameter for bucket in buckets for parameter in bucket.parameters]
 
     @contextmanager
     def averaging(self, outside: Collection[int] = (), *, adds: bool = True) -> Iterator[None]:
@@ -112,7 +128,8 @@ class GradientAverages(GradientHome):
             adds: Whether gradients are added to ``.grad``, which is to be averaged with them.
         """
         hooked = {id(p) for p in self.parameters if has_hooks(p)}
-        self.outside, self.adds, self._active = hooked.union(outside), adds, True
+        self.outside, self._active = hooked.union(outside), True
+        self.adds = adds and self._shares is None  # else what is there is an average
         try:
             yield
         finally:
@@ -136,10 +153,31 @@ class GradientAverages(GradientHome):
             )
             raise error if failure is None else failure from error
 
-    def add_late(self, parameter: nn.Parameter) -> None:
-        """Average the ``.grad`` of a parameter in :meth:`finish`; called alike in all replicas."""
-        self._late[id(parameter)] = parameter
+    def add_late(self, parameter: nn.Parameter, average: Tensor | None) -> None:
+        """Average the ``.grad`` of a parameter in :meth:`finish`, and add an average to it.
 
+        Called alike in all replicas.
+        """
+        self._late[id(parameter)] = parameter
+        if average is not None:
+            self._add(parameter, average)
+
+    def _add(self, parameter: nn.Parameter, average: Tensor) -> None:
+        """Add an average to the ``.grad`` of a parameter in :meth:`finish`."""
+        pair = self._averages.get(id(parameter))
+        self._averages[id(parameter)] = parameter, average if pair is None else pair[1] + average
+
+    @torch.no_grad()
+    def set_aside(self) -> None:
+        """Begin a backward: set the gradients aside that are averages, if replicas share them."""
+        if self._shares is None:
+            return
+        for parameter in [*self.parameters, *self._rest]:
+            if parameter.grad is not None:
+                self._add(parameter, parameter.grad)
+                parameter.grad = None
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Average what could not leave early, once autograd has written all gradients."""
         if not self._begun:  # in other replicas the loss depends on the pipeline
@@ -147,28 +185,33 @@ class GradientAverages(GradientHome):
             transfer.open(set(map(id, self.parameters)))
             for j in self.buckets:
                 transfer.send(j, [])
-            for leaf, average in transfer.receive():
-                leaf.grad = average if leaf.grad is None else leaf.grad.add_(average)
+            transfer.receive()
         self._steps, self._begun = self._steps + 1, False
-        late, self._late = list(self._late.values()), {}
-        if not late:
-            return
+        late, self._late = [*self._late.values(), *self._rest], {}
+        if late:
+            self._average_late(late)
+        averages, self._averages = self._averages, {}
+        for parameter, average in averages.values():
+            if parameter.grad is not None:
+                average.add_(parameter.grad)
+            parameter.grad = average
+
+    def _average_late(self, late: Sequence[nn.Parameter]) -> None:
+        """Average the ``.grad`` of parameters, if a replica has one."""
         there = [parameter.grad is not None for parameter in late]
-        notes = _counts(self.group, there, late[0].device)
-        dist.all_reduce(notes, group=self.group)
-        late = [each for each, replicas in zip(late, notes.tolist(), strict=True) if replicas]
-        for bucket in _buckets(late, self._cap):
-            flat = _Flat.of(bucket)
-            for parameter, part in zip(bucket, flat.parts, strict=True):
+        some = total(self.group, there, late[0].device)
+        late = [each for each, replicas in zip(late, some, strict=True) if replicas]
+        for bucket in buckets_of(late, self._cap, self._shares):
+            flat = bucket.empty()
+            for parameter, part in zip(bucket.parameters, flat.parts, strict=True):
                 if parameter.grad is not None:
                     part.copy_(parameter.grad)
+                    parameter.grad = None
             flat.values.mul_(1.0 / self.group.size())
-            dist.all_reduce(flat.values, group=self.group)
-            for parameter, part in zip(bucket, flat.parts, strict=True):
-                if parameter.grad is None:
+            self.wait([bucket.sum(flat, self.group, async_op=True)])
+            if bucket.is_for(self.group):
+                for parameter, part in zip(bucket.parameters, flat.parts, strict=True):
                     parameter.grad = part
-                else:
-                    parameter.grad.copy_(part)
 
 
 class _AveragedTransfer(GradientTransfer):
@@ -190,17 +233,19 @@ class _AveragedTransfer(GradientTransfer):
         self._own: list[Pair] = []  # of parameters that have others outside
 
     @override
-    def send(self, j: int, pairs: Sequence[Pair]) -> list[Pair]:
+    def send(self, j: int, pairs: list[Pair]) -> list[Pair]:
         if (buckets := self._averages.buckets.get(j)) is None:
-            return list(pairs)
-        here = {id(parameter) for parameter in chain.from_iterable(buckets)}
+            return pairs
+        here = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+        left = [pair for pair in pairs if id(pair[0]) not in here]
         with self._lock:
             gradient_of = {id(leaf): x for leaf, x in pairs if id(leaf) in here}
-            device = buckets[0][0].device
+            pairs.clear()  # the memory of a gradient is free once it is in its bucket
+            device = buckets[0].parameters[0].device
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
             self._complete[j] = gradient_of, stream
             self._send_next()
-        return [pair for pair in pairs if id(pair[0]) not in here]
+        return left
 
     @override
     def open(self, outside: Collection[int] = (), factor: Tensor | None = None) -> None:
@@ -212,43 +257,51 @@ class _AveragedTransfer(GradientTransfer):
 
     def _send_next(self) -> None:
         while self._opened and self._awaited in self._complete:
+            for sent in self._sent:
+                self._averages.wait(sent.drop_done())
             gradient_of, stream = self._complete.pop(self._awaited)
             with torch.cuda.stream(stream), torch.no_grad():
                 self._sent.append(self._sum(self._averages.buckets[self._awaited], gradient_of))
             self._awaited = next(self._next, None)
 
-    def _sum(self, buckets: Sequence[Bucket], gradient_of: Mapping[int, Tensor]) -> _Sent:
+    def _sum(self, buckets: Sequence[Bucket], gradient_of: dict[int, Tensor]) -> _Sent:
         """Begin to add up the gradients of a stage over the replicas."""
         group = self._averages.group
-        parameters = list(chain.from_iterable(buckets))
-        flats = list(map(_Flat.of, buckets))
-        parts = list(chain.from_iterable(flat.parts for flat in flats))
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         outside = [id(parameter) in self._outside for parameter in parameters]
         shares = [
-            self._fill(part, parameter, gradient_of.get(id(parameter)))
-            for parameter, part in zip(parameters, parts, strict=True)
+            not apart and (id(parameter) in gradient_of or self._before(parameter) is not None)
+            for parameter, apart in zip(parameters, outside, strict=True)
         ]
-        notes = _counts(group, [self._number, *outside, *shares], parts[0].device)
-        tensors = [notes, *(flat.values for flat in flats)]
-        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
-        return _Sent(parameters, parts, notes, works)
+        notes = counts(group, [self._number, *outside, *shares], parameters[0].device)
+        sent = _Sent(parameters, {}, notes, [dist.all_reduce(notes, group=group, async_op=True)])
+        for bucket in buckets:
+            flat = bucket.empty()
+            for parameter, part in zip(bucket.parameters, flat.parts, strict=True):
+                self._fill(part, parameter, gradient_of.pop(id(parameter), None))
+            sent.works.append(bucket.sum(flat, group, async_op=True))
+            if bucket.is_for(group):
+                sent.parts.update(zip(map(id, bucket.parameters), flat.parts, strict=True))
+        return sent
 
-    def _fill(self, part: Tensor, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
-        """Write the share of this replica of an average, and return whether it has one."""
+    def _before(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of steps before that is to be averaged with this one."""
+        return parameter.grad if self._averages.adds else None
+
+    def _fill(self, part: Tensor, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Write the share of this replica of an average, if it has one."""
         if gradient is not None and self._factor is not None:
             gradient.mul_(self._factor.to(gradient.device, gradient.dtype))
         if id(parameter) in self._outside:
             if gradient is not None:
                 self._own.append((parameter, gradient))
-            return False
-        before = parameter.grad if self._averages.adds else None
+            return
         if gradient is not None:
             part.copy_(gradient)
-        if before is not None:
+        if (before := self._before(parameter)) is not None:
             part.add_(before)
             parameter.grad = None
         part.mul_(1.0 / self._averages.group.size())
-        return gradient is not None or before is not None
 
     @override
     def receive(self) -> list[Pair]:
@@ -256,7 +309,7 @@ class _AveragedTransfer(GradientTransfer):
         pairs = list(self._own)
         for sent in self._sent:
             self._averages.wait(sent.works)
-            number, *counts = sent.notes.tolist()
+            number, *numbers = sent.notes.tolist()
             if number != self._number * self._averages.group.size():
                 raise OutOfStep(
                     "all replicas must average the gradients of the same steps: got step "
@@ -264,20 +317,15 @@ class _AveragedTransfer(GradientTransfer):
                     "of them run as many batches, and the same callbacks."
                 )
             size = len(sent.parameters)
-            noted = zip(sent.parameters, sent.parts, counts[:size], counts[size:], strict=True)
-            for parameter, part, outside, shares in noted:
+            noted = zip(sent.parameters, numbers[:size], numbers[size:], strict=True)
+            for parameter, outside, shares in noted:
+                part = sent.parts.get(id(parameter)) if shares else None  # a replica has a gradient
                 if outside:
-                    self._averages.add_late(parameter)
-                if shares:  # else no replica has a gradient
+                    self._averages.add_late(parameter, part)
+                elif part is not None:
                     pairs.append((parameter, part))
         self._sent, self._own = [], []
         return pairs
-
-
-def _counts(group: ProcessGroup, numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return numbers to be added up over the replicas, on the host if the group can do that."""
-    host = torch.device("cpu") in group._device_types
-    return torch.tensor(numbers, device="cpu" if host else device)
 
 
 class _Sent(NamedTuple):
@@ -285,54 +333,19 @@ class _Sent(NamedTuple):
 
     Attributes:
         parameters: The parameters of all buckets.
-        parts: Their averages.
+        parts: The averages that this replica gets, by the ids of their parameters.
         notes: The sums over replicas of the number of the mini-batch and, for each parameter, of 1
             if a replica has gradients from outside, and of 1 if it has a share in the average.
         works: What is to be waited for.
     """
 
     parameters: Sequence[nn.Parameter]
-    parts: Sequence[Tensor]
+    parts: dict[int, Tensor]
     notes: Tensor
-    works: Sequence[Any]
+    works: list[Any]
 
-
-class _Flat(NamedTuple):
-    """The memory of a bucket.
-
-    Attributes:
-        values: All of it, zeros at first.
-        parts: The part of each parameter, in its shape.
-    """
-
-    values: Tensor
-    parts: Sequence[Tensor]
-
-    @classmethod
-    def of(cls, bucket: Bucket) -> _Flat:
-        values = torch.zeros(
-            sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device
-        )
-        pieces = values.split([p.numel() for p in bucket])
-        return cls(values, [_as(p, piece) for p, piece in zip(bucket, pieces, strict=True)])
-
-
-def _as(parameter: nn.Parameter, piece: Tensor) -> Tensor:
-    """Return a part of a bucket in the shape of a parameter, and dense in the order of its dims."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return piece.as_strided(parameter.shape, strides, piece.storage_offset())
-
-
-def _buckets(parameters: Sequence[nn.Parameter], cap: float) -> list[list[nn.Parameter]]:
-    """Divide parameters into buckets of one dtype and device, of some bytes each."""
-    buckets: list[list[nn.Parameter]] = []
-    open_of: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], float]] = {}
-    for parameter in parameters:
-        key = parameter.dtype, parameter.device
-        bucket, size = open_of.get(key, ([], cap))
-        if size >= cap:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        open_of[key] = bucket, size + parameter.numel() * parameter.element_size()
-    return buckets
+    def drop_done(self) -> list[Any]:
+        """Drop the collectives that have ended, with the buckets that only they have."""
+        done = [work for work in self.works if work.is_completed()]
+        self.works[:] = [work for work in self.works if work not in done]
+        return done

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.distributed.group import Group
+from lightning_gpipe.distributed.shares import Shares
 
 
 class SameParameters:
@@ -31,6 +32,9 @@ class SameParameters:
         plugin: The precision plugin.
         summed: All processes of all pipelines, if each has a part of the gradients of these
             parameters, those of the code that it runs; None if each has all of them.
+        shares: The owners of the parameters among the pipelines, if only these have gradients.
+        everyone: The processes that have gradients of different parameters, if these are not those
+            of the group.
     """
 
     def __init__(
@@ -39,9 +43,13 @@ class SameParameters:
         around: Sequence[nn.Parameter],
         plugin: Precision,
         summed: Group | None = None,
+        shares: Shares | None = None,
+        everyone: Group | None = None,
     ) -> None:
         self._group = group
         self._summed = summed
+        self._shares = shares
+        self._everyone = everyone or group
         self._totals: dict[int, Tensor] = {}  # of the steps before, by the ids of the parameters
         self._earlier: dict[int, Tensor] = {}  # those that the present step adds to
         self._around = around
@@ -87,6 +95,9 @@ class SameParameters:
             flat /= group.size // self._group.size
             sums = flat.split([p.numel() for p in of_dtype])
             for parameter, total in zip(of_dtype, sums, strict=True):
+                if self._shares is not None and not self._shares.is_own(parameter):
+                    parameter.grad = None
+                    continue
                 gradient = total.view(parameter.shape).to(parameter.device, copy=True)
                 earlier = self._earlier.pop(id(parameter), None)
                 parameter.grad = gradient if earlier is None else earlier + gradient
@@ -109,7 +120,7 @@ class SameParameters:
             counts_here = self._group.rank == 0 or id(parameter) not in self._around_ids
             if norm is not None and counts_here:
                 norms[:, k] = torch.tensor([norm, 1.0], dtype=torch.float64)
-        sums = self._group.sum(norms).T.tolist()
+        sums = self._everyone.sum(norms).T.tolist()
         return [norm if there else None for norm, there in sums]
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -123,7 +134,7 @@ class SameParameters:
     def _unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         """Find infinities in the gradients of all processes."""
         infinite_on = self._unscale_here(*args, **kwargs)
-        infinite = self._group.decide(any(map(bool, infinite_on.values())), all=False)
+        infinite = self._everyone.decide(any(map(bool, infinite_on.values())), all=False)
         if not infinite_on:  # a process may have no parameters
             assert self._scaler._scale is not None, "a loss was scaled"
             device = self._scaler._scale.device

@@ -2,7 +2,7 @@
 
 All replicas have the same gradients, so any of them can step any parameter. Here each steps its
 share and sends the new values to the others. An optimizer has a state only for what it steps, so
-each replica has a share of the states, too.
+each replica has a share of the states, too. In the second stage it has a share of the gradients.
 
 The optimizer is the user's own. While it steps, parameters of other shares have no gradient, and an
 optimizer leaves those out. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, _broadcast_coalesced  # type: ignore[attr-defined]
+from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 from torch.optim import Optimizer
+
+from lightning_gpipe.distributed.shares import Shares, total
 
 _BUCKET = 2**28  # bytes
 
@@ -26,24 +27,24 @@ _BUCKET = 2**28  # bytes
 class OptimizerShards:
     """Lets each replica step its share of the parameters of some optimizers.
 
-    Shares are of whole parameters, the largest first, so that they have about as many elements.
-
     Args:
         optimizers: The same ones in all replicas, whose parameters on meta are left out.
-        group: The replicas.
+        shares: The owners of the parameters.
         waiting: A ``with`` block in which this process may wait for the others.
+        divides_gradients: Whether a replica has the averages of the gradients of its share only.
     """
 
     def __init__(
         self,
         optimizers: Iterable[Optimizer],
-        group: ProcessGroup,
+        shares: Shares,
         waiting: Callable[[], AbstractContextManager[None]],
+        *,
+        divides_gradients: bool = False,
     ) -> None:
-        self._group = group
+        self._shares = shares
         self._waiting = waiting
-        self._replica_of: dict[Tensor, int] = {}  # that steps a parameter
-        self._sizes = [0] * group.size()  # of the shares, in elements
+        self._divides_gradients = divides_gradients
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and gradients, in a step
         self._handles = []
         for optimizer in optimizers:
@@ -82,6 +83,14 @@ class OptimizerShards:
     def _hide(self, optimizer: Optimizer) -> None:
         for parameter in self._elsewhere(optimizer):
             if parameter.grad is not None:
+                if self._divides_gradients:
+                    raise RuntimeError(
+                        "sharding='gradients' leaves the average of a gradient in the replica that "
+                        "steps the parameter: got a gradient of another's, of shape "
+                        f"{tuple(parameter.shape)}, so it is no average. Compute gradients by "
+                        "self.manual_backward(loss), not by loss.backward(), and let the "
+                        "LightningModule have all parameters of its optimizers."
+                    )
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
@@ -90,25 +99,29 @@ class OptimizerShards:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
-        stepped = [x for x in self._divided(optimizer) if x.grad is not None]
+        parameters = self._divided(optimizer)
+        if not parameters:
+            return
+        group, shares = self._shares.group, self._shares
         with self._waiting():
-            for replica in range(self._group.size()):
-                share = [x.detach() for x in stepped if self._replica_of[x] == replica]
+            own = [x.grad is not None and shares.is_own(x) for x in parameters]
+            stepped = total(group, own, parameters[0].device)  # each by its owner
+            for replica in range(group.size()):
+                share = [
+                    x.detach()
+                    for x, number in zip(parameters, stepped, strict=True)
+                    if number and shares.owner_of(x) == replica
+                ]
                 for values in _by_kind(share):
-                    _broadcast_coalesced(self._group, values, _BUCKET, replica)
+                    _broadcast_coalesced(group, values, _BUCKET, replica)
 
     def _elsewhere(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        rank = self._group.rank()
-        return (x for x in self._divided(optimizer) if self._replica_of[x] != rank)
+        return (x for x in self._divided(optimizer) if not self._shares.is_own(x))
 
     def _divided(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters of an optimizer; new ones are added to the smallest shares."""
+        """Return the parameters of an optimizer, each with an owner."""
         parameters = [x for one in optimizer.param_groups for x in one["params"] if not x.is_meta]
-        new = (x for x in parameters if x not in self._replica_of)
-        for parameter in sorted(new, key=torch.numel, reverse=True):
-            replica = min(range(len(self._sizes)), key=self._sizes.__getitem__)
-            self._replica_of[parameter] = replica
-            self._sizes[replica] += parameter.numel()
+        self._shares.add(parameters)
         return parameters
 
 

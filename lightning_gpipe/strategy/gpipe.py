@@ -72,6 +72,7 @@ from lightning_gpipe.strategy.refusals import (
     refuse_in_parts,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
+    refuse_sparse_gradients,
 )
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates
@@ -160,7 +161,8 @@ class GPipeStrategy(ParallelStrategy):
             ``processes="single"`` each is a process.
         ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
         sharding: What is divided among replicas, of which each has whole copies otherwise:
-            ``"optimizer"`` for the states of the optimizers.
+            ``"optimizer"`` for the states of the optimizers, ``"gradients"`` for these and the
+            averaged gradients.
         save_distributed_checkpoint: Whether a checkpoint is a folder, to which each process writes
             its part with torch.distributed.checkpoint, instead of a single file. Either kind is
             loaded, whatever this is.
@@ -206,7 +208,7 @@ class GPipeStrategy(ParallelStrategy):
         start_method: StartMethod = "popen",
         replicas: int = 1,
         ddp: dict[str, Any] | None = None,
-        sharding: Literal["optimizer"] | None = None,
+        sharding: Literal["optimizer", "gradients"] | None = None,
         save_distributed_checkpoint: bool = False,
     ) -> None:
         self.options = StrategyOptions.of(locals())
@@ -449,6 +451,8 @@ class GPipeStrategy(ParallelStrategy):
             self._wrap()
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
+            if self.options.sharding == "gradients":
+                refuse_sparse_gradients(module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
@@ -476,7 +480,7 @@ class GPipeStrategy(ParallelStrategy):
             if processes.at_last
             else None,
         )
-        guard_logs(module, changes, split=processes.split)
+        guard_logs(module, changes, split=processes.split or self.options.sharding == "gradients")
         layout = piped.pipeline.layout
         adapt_callbacks(callbacks, changes, layout, self.data_parallel_size)
         self._signals.follow(trainer, changes)

@@ -31,6 +31,7 @@ from lightning_gpipe.strategy.compilation import check_compile
 
 StartMethod = Literal["popen", "spawn", "fork"]
 Outputs = Literal["all", "last", "auto"]
+Sharding = Literal["optimizer", "gradients"]
 
 P = ParamSpec("P")
 
@@ -66,7 +67,7 @@ class StrategyOptions:
     start_method: StartMethod
     replicas: int
     ddp: dict[str, Any] | None
-    sharding: Literal["optimizer"] | None
+    sharding: Sharding | None
     save_distributed_checkpoint: bool
 
     @classmethod
@@ -155,12 +156,13 @@ class StrategyOptions:
             if value not in words:
                 known = ", ".join(map(repr, words))
                 raise ValueError(f"{name} must be one of {known}: got {value!r}.")
-        if self.sharding not in (None, "optimizer"):
-            raise ValueError(f"sharding must be None or 'optimizer': got {self.sharding!r}.")
+        if self.sharding not in (None, *get_args(Sharding)):
+            known = ", ".join(map(repr, get_args(Sharding)))
+            raise ValueError(f"sharding must be None or one of {known}: got {self.sharding!r}.")
         if self.sharding is not None and replicas == 1:
             raise ValueError(
-                f"sharding={self.sharding!r} divides states among replicas: got replicas=1. Leave "
-                "it out, or write replicas=2 or more."
+                f"sharding={self.sharding!r} divides what replicas have: got replicas=1. Leave it "
+                "out, or write replicas=2 or more."
             )
         if self.outputs == "last" and self.processes == "single":
             raise ValueError(

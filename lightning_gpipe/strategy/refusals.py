@@ -235,6 +235,18 @@ def refuse_metrics_on_meta(module: nn.Module) -> None:
         )
 
 
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Refuse embeddings with sparse gradients, which replicas do not divide."""
+    names = [
+        name for name, each in module.named_modules() if getattr(each, "sparse", False) is True
+    ]
+    if names:
+        raise ValueError(
+            "with sharding='gradients' gradients must be dense: got "
+            f"{', '.join(names)} with sparse=True. Leave it out, or write sharding='optimizer'."
+        )
+
+
 def refuse_recomputed_metrics(root: nn.Module, pipeline: GPipe) -> None:
     """Refuse metrics that keep a list of all batches, in layers that are recomputed."""
     if not any(any(piped.pipeline.recomputed(pipeline.chunks)) for piped in pipeline.piped_modules):

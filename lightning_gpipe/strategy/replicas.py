@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from lightning_gpipe.distributed import (
     Group,
     OptimizerShards,
     SameParameters,
+    Shares,
     WorldSizeCalls,
     bucket_bytes,
     check_options,
@@ -75,7 +77,8 @@ class Replicas:
     """
 
     def __init__(self, processes: Processes, ddp: Mapping[str, Any] | None) -> None:
-        check_options(ddp, processes.options.replicas)
+        self._divides_gradients = processes.options.sharding == "gradients"
+        check_options(ddp, processes.options.replicas, wraps=not self._divides_gradients)
         self._processes = processes
         self._ddp = dict(ddp or {})
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
@@ -86,6 +89,7 @@ class Replicas:
         self._buffers_of: nn.Module | None = None  # the module, if it has no wrapper
         self._synchronised = True  # whether the last step averaged gradients
         self._together: SameParameters | None = None
+        self._shares: Shares | None = None  # if replicas have shares of anything
         self._shards: OptimizerShards | None = None
         self._waits = 0  # in steps, so far
         self._accumulates = False  # whether another backward comes before the optimizer's step
@@ -112,7 +116,8 @@ class Replicas:
 
         Returns:
             In a fit a wrapper whose backward averages the gradients over replicas that do not leave
-            early; the module itself otherwise, and if no such parameter here needs a gradient.
+            early; the module itself otherwise, if no such parameter here needs a gradient, or if
+            gradients are divided among replicas.
         """
         across, groups = self._across, self._processes.groups
         assert across is not None and groups is not None, "there are replicas, and connected"
@@ -128,18 +133,46 @@ class Replicas:
         )
         self._averaged = _trainable(module)
         alone = list(around) if self._processes.at_last else []  # see SameParameters
-        if not self._early or self._pipeline is None:
+        early, pipeline = self._early, self._pipeline
+        stages = own_parameters(module, pipeline.layout) if early and pipeline is not None else None
+        if self._divides_gradients:
+            self._divide_gradients(module, stages or {}, alone)
+            return module
+        if stages is None:
             return replicated(module, across, self._ddp, alone) or module
-        stages = own_parameters(module, self._pipeline.layout)
         if any(stages.values()):
-            assert groups.reductions is not None, "there are replicas"
-            self._averages = GradientAverages(
-                stages, groups.reductions, groups.lifeline, bucket_bytes(self._ddp)
-            )
+            self._averages = self._averages_of(stages)
         averaged = alone if self._averages is None else [*self._averages.parameters, *alone]
         wrapper = replicated(module, across, {**self._ddp, "init_sync": False}, averaged)
         self._buffers_of = module if wrapper is None and self._averages is not None else None
         return wrapper or module
+
+    def _divide_gradients(
+        self,
+        module: nn.Module,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        alone: Iterable[nn.Parameter],
+    ) -> None:
+        """Let all gradients be averaged in the owners of their parameters, once a fit has begun."""
+        across, shares = self._across, self._shares
+        assert across is not None, "there are replicas"
+        if shares is None:
+            if self._ddp.get("init_sync") is not False:
+                equalise(module, across)
+            return
+        shares.add(module.parameters())
+        others = {id(parameter) for parameter in chain(alone, *stages.values())}
+        rest = [p for p in module.parameters() if not p.is_meta and id(p) not in others]
+        self._averages = self._averages_of(stages, shares=shares, rest=rest)
+        self._buffers_of = module
+
+    def _averages_of(
+        self, stages: Mapping[int, Sequence[nn.Parameter]], **options: Any
+    ) -> GradientAverages:
+        groups = self._processes.groups
+        assert groups is not None and groups.reductions is not None, "there are replicas"
+        cap = bucket_bytes(self._ddp)
+        return GradientAverages(stages, groups.reductions, groups.lifeline, cap, **options)
 
     def outdated(self, module: LightningModule, wrapper: nn.Module) -> bool:
         """True if the module must be wrapped anew.
@@ -153,7 +186,7 @@ class Replicas:
         early = leaves_early(self._ddp, wrapper)
         if self._early is None:
             self._early = self._pipeline is not None and module.automatic_optimization and early
-            return self._early
+            return self._early or self._divides_gradients
         if self._averages is not None and not early:
             raise RuntimeError(
                 "a communication hook must be registered in on_fit_start: got one after the first "
@@ -175,22 +208,24 @@ class Replicas:
             if self._synchronised and self._ddp.get("broadcast_buffers") is not False:
                 equalise_buffers(self._buffers_of, across)  # as the wrapper would do
             self._synchronised = not self._accumulates
-        if averages is None or pipeline is None or self._accumulates:
+        if averages is None or not self._averages_now:
             yield
             return
         outside: list[Tensor] | None = []
         if loss is not None and loss.requires_grad:
-            outside = leaves_around(loss)
-            # At the end of this backward, before hooks after it, as the wrapper does.
-            loss.register_hook(lambda _: _engine().queue_callback(averages.finish))
+            outside = leaves_around(loss) if averages.buckets else []
+            loss.register_hook(partial(_begin_backward, averages))
         ids = set(map(id, averages.parameters if outside is None else outside))
         active = loss is not None or self._by_micro_batch
-        pipeline.engine.home = averages
-        try:
-            with averages.averaging(ids, adds=adds) if active else nullcontext():
+        with averages.averaging(ids, adds=adds) if active else nullcontext():
+            if pipeline is None or not averages.buckets:
                 yield
-        finally:
-            pipeline.engine.home = None
+                return
+            pipeline.engine.home = averages
+            try:
+                yield
+            finally:
+                pipeline.engine.home = None
 
     def accumulating(self) -> Manager:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""
@@ -198,7 +233,7 @@ class Replicas:
 
     def in_step(self) -> AbstractContextManager[None]:
         """A ``with`` block in which DistributedDataParallel may wait for the other replicas."""
-        if self._across is None or self._accumulates:
+        if self._across is None or not self._averages_now:
             return nullcontext()
         self._waits += 1
         return OWN.within("replicas", self._waits, self._everyone.ranks, "a step of all replicas")
@@ -226,8 +261,13 @@ class Replicas:
 
     def after_backward(self) -> None:
         """Give the processes of a pipeline the same gradients of what each of them has."""
-        if self._together is not None and not self._accumulates:
+        if self._together is not None and self._averages_now:
             self._together.equalise()
+
+    @property
+    def _averages_now(self) -> bool:
+        """True if a backward averages gradients."""
+        return self._divides_gradients or not self._accumulates
 
     def begin(self, precision: Precision, pipelined: PipelinedModule) -> None:
         """Keep the processes the same from now on, until :meth:`end`."""
@@ -236,9 +276,21 @@ class Replicas:
         modules = pipelined.modules
         self._pipeline = modules[0].pipeline if len(modules) == 1 else None
         self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
-        if processes.pipeline_group is not None:
-            summed = self._everyone if processes.at_last else None
-            self._together = SameParameters(processes.pipeline_group, around, precision, summed)
+        group, everyone = processes.pipeline_group, None
+        if processes.options.sharding is not None and self._across is not None:
+            self._shares = Shares(self._across, around)
+        if self._divides_gradients:
+            everyone = self._everyone
+            group, around = (everyone, []) if group is None else (group, around)
+        if group is not None:
+            self._together = SameParameters(
+                group,
+                around,
+                precision,
+                summed=self._everyone if processes.at_last else None,
+                shares=self._shares if self._divides_gradients else None,
+                everyone=everyone,
+            )
         if processes.groups is None:
             return
         self._waits = 0
@@ -253,8 +305,10 @@ class Replicas:
 
     def divide(self, optimizers: Sequence[Optimizer]) -> None:
         """Let each replica step a share of the parameters until :meth:`end`, if the user asks."""
-        if self._processes.options.sharding is not None and self._across is not None:
-            self._shards = OptimizerShards(optimizers, self._across, self.in_step)
+        if self._shares is not None:
+            self._shards = OptimizerShards(
+                optimizers, self._shares, self.in_step, divides_gradients=self._divides_gradients
+            )
 
     def drop_states(self, optimizers: Iterable[Optimizer]) -> None:
         """Drop the states of optimizers that other replicas have, as after loading them."""
@@ -265,7 +319,7 @@ class Replicas:
     def end(self) -> None:
         if self._shards is not None:
             self._shards.release()
-            self._shards = None
+        self._shards = self._shares = None
         self._pipeline = self._averages = self._buffers_of = None
         if self._together is not None:
             self._together.release()
@@ -280,7 +334,9 @@ class Replicas:
         pairs = zip(named, of_all(list(named.values()), norm_type), strict=True)
         prefix = f"grad_{norm_type}_norm"
         norms = {f"{prefix}{separator}{name}": x for name, x in pairs if x is not None}
-        total = torch.linalg.vector_norm(torch.tensor([*norms.values()]).double(), norm_type)
+        total = torch.linalg.vector_norm(
+            torch.tensor([*norms.values()], dtype=torch.float64), norm_type
+        )
         return {**norms, f"{prefix}_total": float(total)}
 
     # Reductions.
@@ -308,9 +364,11 @@ class Replicas:
         return nullcontext() if alone else self._everyone.waiting_for(what)
 
 
-def _engine() -> Any:
-    """Return autograd's engine."""
-    return torch.autograd.Variable._execution_engine
+def _begin_backward(averages: GradientAverages, _: Tensor) -> None:
+    """Average gradients at the end of this backward, before hooks after it, as the wrapper does."""
+    averages.set_aside()
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(averages.finish)
 
 
 def _trainable(module: nn.Module) -> set[int]:

@@ -6,6 +6,7 @@ on the whole batch, is proven in `test_replicas.py` and `test_schedules_over_pro
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
@@ -24,9 +25,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpipe.core.schedules import Kind
+from lightning_gpipe.distributed import GradientAverages, Shares
 from tests.lightning.test_replicas import PLACES, Halves
 from tests.support.lightning_modules import Classifier, rows, six_layers
-from tests.support.ranks import Pool, new_ranks
+from tests.support.ranks import Pool, group_of, new_ranks
 from tests.support.trainers import trainer_over
 
 pytestmark = [
@@ -148,7 +150,13 @@ def balance_of(name: str, place: str, schedule: str) -> list[int]:
 
 
 def fit(
-    root: Path, place: str, schedule: Any, name: str, ddp: Any, options: dict[str, Any]
+    root: Path,
+    place: str,
+    schedule: Any,
+    name: str,
+    ddp: Any,
+    options: dict[str, Any],
+    sharding: str | None = None,
 ) -> tuple[dict[str, Tensor], bool]:
     """The values in this process after a fit of two replicas, and whether gradients left early."""
     torch.manual_seed(0)
@@ -156,6 +164,7 @@ def fit(
         model = MODELS[name]()
     processes, _, machines = PLACES[place]
     strategy = {"chunks": 4, "replicas": 2, "schedule": schedule, "ddp": ddp, "verify": False}
+    strategy["sharding"] = sharding
     record = Record()
     made = trainer_over(
         root,
@@ -236,6 +245,75 @@ def test_early_and_late_averages_are_equal(
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
         else:
             assert one and [key for key, x in one.items() if not torch.equal(x, other[key])] == []
+
+
+@pytest.mark.parametrize(
+    "place, schedule, name, options",
+    [
+        ("2x1", "fill_drain", "whole", {"accumulate_grad_batches": 3}),
+        ("2x1", "fill_drain", "penalised", {"accumulate_grad_batches": 2}),
+        ("2x1", "1f1b", "penalised", {}),
+        ("2x1", "fill_drain", "lopsided", {"accumulate_grad_batches": 2}),
+        ("2x1", "1f1b", "lopsided", {"accumulate_grad_batches": 2}),
+        ("2x1", "fill_drain", "turns", {}),
+        ("2x1", "zero_bubble", "hooked", {}),
+        ("2x1", "1f1b", "unequal", {"accumulate_grad_batches": 2}),
+        ("2x1", "fill_drain", "unequal", {}),
+        ("2x2", "1f1b", "weighted", {"accumulate_grad_batches": 2}),
+        ("2x2", "zero_bubble_v", "classifier", {"precision": "bf16-mixed"}),
+        ("2x2 nodes", "fill_drain", "whole", {"gradient_clip_val": 0.05}),
+    ],
+)
+def test_averages_in_one_replica_each(
+    tmp_path: Path,
+    two_ranks: Pool,
+    four_ranks: Pool,
+    place: str,
+    schedule: str,
+    name: str,
+    options: dict[str, Any],
+) -> None:
+    ranks = two_ranks if place == "2x1" else four_ranks
+
+    everywhere, divided = (
+        ranks.run(fit, tmp_path, place, schedule, name, None, options, sharding)
+        for sharding in (None, "gradients")
+    )
+
+    for (one, _), (other, left_early) in zip(everywhere, divided, strict=True):
+        assert left_early
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_memory_of_gradients_is_free_once_they_are_in_a_bucket(two_ranks: Pool) -> None:
+    for alive in two_ranks.run(gradients_alive):
+        assert alive == [4, 3, 2, 1, 0]
+
+
+def gradients_alive() -> list[int]:
+    """The numbers of a stage's gradients that are alive when one bucket after another is summed."""
+    group = group_of(2)
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(5)]
+    shares = Shares(group, parameters)
+    nobody: Any = None  # watches over the processes
+    averages = GradientAverages({0: parameters}, group, nobody, 1.0, shares=shares)
+    pairs: list[tuple[Tensor, Tensor]] = [(parameter, torch.ones(3)) for parameter in parameters]
+    gradients = [weakref.ref(gradient) for _, gradient in pairs]
+    alive, reduce = [], dist.reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        alive.append(sum(gradient() is not None for gradient in gradients))
+        return reduce(*args, **kwargs)
+
+    with averages.averaging(), patch.object(dist, "reduce", counted):
+        transfer = averages.begin()
+        assert transfer is not None
+        transfer.open()
+        assert transfer.send(0, pairs) == []
+        own = transfer.receive()
+    averages.finish()
+    assert all(shares.is_own(leaf) and x.tolist() == [1.0] * 3 for leaf, x in own)
+    return alive
 
 
 # That they begin early, and what else ends a step.

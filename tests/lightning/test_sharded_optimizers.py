@@ -1,18 +1,20 @@
-"""Replicas that divide the states of their optimizers train as a plain Trainer on whole batches.
+"""Replicas that divide states of optimizers, and gradients, train as a plain Trainer.
 
-Here are also the tests of ``sharding`` and ``optimizer_shards``.
+Here are also the tests of ``sharding``, ``shares``, ``buckets`` and ``optimizer_shards``.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor
 
 from lightning_gpipe import GPipeStrategy
@@ -74,7 +76,9 @@ class ByItself(Logging):
         else:
             closure()
             optimizer.step()
-        assert all(x.grad is not None for x in self.parameters()), "a step leaves gradients"
+        options = getattr(self.trainer.strategy, "options", None)
+        if options is None or options.sharding == "optimizer":
+            assert all(x.grad is not None for x in self.parameters()), "a step leaves gradients"
 
 
 class Averaged(Logging):
@@ -91,24 +95,44 @@ BUILDS_HERE: dict[str, Any] = {
 }
 
 
+HEAD = [8 * 3, 3]  # the numbers of elements of parameters that each process of a pipeline has
+
+
 def elements(made: Any) -> list[int]:
     """The number of elements of each parameter that has a state in this process."""
     [first, *_] = made.optimizers
     return sorted(parameter.numel() for parameter in first.state)
 
 
+class Gradients(Callback):
+    """Records the numbers of elements of the gradients in each process, before each step."""
+
+    def __init__(self) -> None:
+        self.elements: list[list[int]] = []
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
+        found = (x for x in pl_module.parameters() if x.grad is not None)
+        self.elements.append(sorted(x.numel() for x in found))
+
+
 def fit(
     root: Path, place: str, name: str, strategy: dict[str, Any], resume: Path | None, **options: Any
 ) -> dict[str, Any]:
     """A fit of two replicas with divided states."""
-    strategy = {"sharding": "optimizer", **strategy}
-    model, made = fitted(root, place, BUILDS_HERE[name], strategy, resume, **options)
-    return {**result(model, made), "elements": elements(made)}
+    record = Gradients()
+    build = BUILDS_HERE[name]
+    model, made = fitted(root, place, build, strategy, resume, callbacks=[record], **options)
+    found = {"elements": elements(made), "gradients": record.elements}
+    return {**result(model, made), **found}
 
 
 def plain(root: Path, name: str, **options: Any) -> dict[str, Any]:
-    model, made = fitted_plainly(root, BUILDS_HERE[name], **options)
-    return {**result(model, made), "elements": elements(made)}
+    record = Gradients()
+    model, made = fitted_plainly(root, BUILDS_HERE[name], callbacks=[record], **options)
+    found = {"elements": elements(made), "gradients": record.elements}
+    return {**result(model, made), **found}
 
 
 def assert_same_fit(found: list[dict[str, Any]], expected: dict[str, Any], replicas: int) -> None:
@@ -125,8 +149,26 @@ def assert_same_fit(found: list[dict[str, Any]], expected: dict[str, Any], repli
         largest = max(parameter.numel() for parameter in own.values())
         assert sum(each["elements"]) <= (here + largest) / replicas
     processes = len(found) // replicas
-    head = [8 * 3, 3] * (processes - 1)  # which each process of a pipeline has
+    head = HEAD * (processes - 1) if whole else []
     assert sorted(together) == sorted(whole + head)
+
+
+def assert_divided_gradients(
+    found: list[dict[str, Any]], expected: dict[str, Any], replicas: int
+) -> None:
+    """Each gradient of a step is in one replica; those of the head in all of its processes."""
+    others = len(found) // replicas - 1
+    whole = [
+        sorted(step + [size for size in step if size in HEAD] * others)
+        for step in expected["gradients"]
+    ]
+    steps = zip(*(each["gradients"] for each in found), strict=True)
+    assert [sorted(chain.from_iterable(step)) for step in steps] == whole
+
+
+@pytest.fixture(params=["optimizer", "gradients"])
+def sharding(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -136,10 +178,12 @@ def assert_same_fit(found: list[dict[str, Any]], expected: dict[str, Any], repli
         ("2x2", "adam", {"schedule": "1f1b"}, {"accumulate_grad_batches": 2}),
         ("2x2 nodes", "momentum", {"schedule": "zero_bubble"}, {"gradient_clip_val": 0.05}),
         ("2x2", "adam", {"outputs": "last"}, {}),
+        ("2x2", "momentum", {"outputs": "last"}, {"accumulate_grad_batches": 2}),
         ("2x1", "thawing", {"ddp": {"gradient_as_bucket_view": True}}, {}),
         ("2x1", "adagrad", {}, {}),
         ("2x2", "adagrad", {}, {}),
         ("2x1", "by itself", {}, {}),
+        ("2x2", "manual", {}, {}),
         ("2x1", "averaged", {}, {}),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
@@ -149,25 +193,28 @@ def test_fit(
     two_ranks: Pool,
     four_ranks: Pool,
     place: str,
+    sharding: str,
     name: str,
     strategy: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     expected = plain(tmp_path / "plain", name, **options)
-    pool = two_ranks if place == "2x1" else four_ranks
+    pool, strategy = two_ranks if place == "2x1" else four_ranks, {"sharding": sharding, **strategy}
 
     found = pool.run(partial(fit, **options), tmp_path / "both", place, name, strategy, None)
 
     assert_same_fit(found, expected, 2)
+    if sharding == "gradients":
+        assert_divided_gradients(found, expected, 2)
     one, other = (checkpoint(tmp_path / run / "end.ckpt") for run in ("both", "plain"))
     assert_close(one["state_dict"], other["state_dict"])
     assert_close(one["optimizer_states"], other["optimizer_states"])
 
 
-def test_weights_are_those_of_whole_states(tmp_path: Path, two_ranks: Pool) -> None:
+def test_weights_are_those_of_whole_states(tmp_path: Path, two_ranks: Pool, sharding: str) -> None:
     whole, divided = (
-        two_ranks.run(fit, tmp_path / str(sharding), "2x1", "adam", {"sharding": sharding}, None)
-        for sharding in (None, "optimizer")
+        two_ranks.run(fit, tmp_path / str(each), "2x1", "adam", {"sharding": each}, None)
+        for each in (None, sharding)
     )
 
     for one, other in zip(whole, divided, strict=True):
@@ -175,10 +222,11 @@ def test_weights_are_those_of_whole_states(tmp_path: Path, two_ranks: Pool) -> N
         assert one["logged"] == other["logged"]
 
 
-def test_parameters_that_come_later(tmp_path: Path, two_ranks: Pool) -> None:
+def test_parameters_that_come_later(tmp_path: Path, two_ranks: Pool, sharding: str) -> None:
     expected = plain(tmp_path / "plain", "growing")
 
-    found = two_ranks.run(fit, tmp_path / "both", "2x1", "growing", {}, None)
+    strategy = {"sharding": sharding}
+    found = two_ranks.run(fit, tmp_path / "both", "2x1", "growing", strategy, None)
 
     assert_same_fit(found, expected, 2)
 
@@ -186,10 +234,10 @@ def test_parameters_that_come_later(tmp_path: Path, two_ranks: Pool) -> None:
 @pytest.mark.parametrize("place", ["2x1", "2x2"])
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_resuming(
-    tmp_path: Path, two_ranks: Pool, four_ranks: Pool, place: str, in_parts: bool
+    tmp_path: Path, two_ranks: Pool, four_ranks: Pool, place: str, in_parts: bool, sharding: str
 ) -> None:
     pool = two_ranks if place == "2x1" else four_ranks
-    strategy = {"save_distributed_checkpoint": in_parts}
+    strategy = {"save_distributed_checkpoint": in_parts, "sharding": sharding}
     expected = plain(tmp_path / "plain", "adam", max_epochs=3)
     # Two epochs without shards, one with them, and one in another place.
     plain(tmp_path / "first", "adam", max_epochs=1)
@@ -199,7 +247,8 @@ def test_resuming(
     other = "2x1" if place == "2x2" else "2x2"
     pool = four_ranks if place == "2x1" else two_ranks
     third = second / "end.ckpt"
-    found = pool.run(partial(fit, max_epochs=3), tmp_path / "third", other, "adam", {}, third)
+    strategy = {"sharding": sharding}
+    found = pool.run(partial(fit, max_epochs=3), tmp_path / "third", other, "adam", strategy, third)
 
     assert_same_fit(found, expected, 2)
 
@@ -210,8 +259,15 @@ def test_resuming(
 @pytest.mark.parametrize(
     "strategy, message",
     [
-        ({"sharding": "optimizer"}, "sharding='optimizer' divides states among replicas: got repl"),
-        ({"sharding": "weights", "replicas": 2}, "must be None or 'optimizer': got 'weights'"),
+        (
+            {"sharding": "optimizer"},
+            "sharding='optimizer' divides what replicas have: got replicas",
+        ),
+        ({"sharding": "weights", "replicas": 2}, "must be None or one of 'optimizer', 'gradients'"),
+        (
+            {"sharding": "gradients", "replicas": 2, "ddp": {"find_unused_parameters": True}},
+            "without DistributedDataParallel, .* got ddp with find_unused_parameters. Leave it out",
+        ),
     ],
 )
 def test_impossible_arguments(strategy: dict[str, Any], message: str) -> None:
@@ -224,12 +280,14 @@ class OneVector(Logging):
         return torch.optim.LBFGS(self.parameters())
 
 
-def refused(root: Path) -> str:
-    strategy = {"replicas": 2, "sharding": "optimizer"}
+def refused(root: Path, sharding: str) -> str:
+    strategy = {"replicas": 2, "sharding": sharding}
     made = trainer_over(root, "single", [2, 4], strategy, (4, 1))
     return said(lambda: made.fit(OneVector(), datamodule=Halves(2)))
 
 
-def test_optimizer_that_steps_all_parameters_together(tmp_path: Path, two_ranks: Pool) -> None:
-    for error in two_ranks.run(refused, tmp_path):
+def test_optimizer_that_steps_all_parameters_together(
+    tmp_path: Path, two_ranks: Pool, sharding: str
+) -> None:
+    for error in two_ranks.run(refused, tmp_path, sharding):
         assert "LBFGS joins the gradients" in error and "replicas that share its states" in error

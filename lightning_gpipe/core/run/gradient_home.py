@@ -11,7 +11,7 @@ schedule, and the node waits for them: a parameter still gets one gradient, in `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from torch import Tensor
 
@@ -22,8 +22,8 @@ class GradientTransfer(ABC):
     """Sends the gradients of one mini-batch home, and what comes back of them."""
 
     @abstractmethod
-    def send(self, j: int, pairs: Sequence[Pair]) -> list[Pair]:
-        """Take the complete gradients of stage ``j``; called by the stage's worker.
+    def send(self, j: int, pairs: list[Pair]) -> list[Pair]:
+        """Take the complete gradients of stage ``j`` out of a list; called by the stage's worker.
 
         Returns:
             The leaves that have no home but ``.grad``, with their gradients.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -217,7 +216,7 @@ class StagePass:
         weights = None if self.host is None else self.host.weights
         if self.transfer is None and weights is None:
             return
-        gradients: Sequence[Pair] = self.shadows.take_gradients()
+        gradients: list[Pair] = [*self.shadows.take_gradients()]
         if weights is not None:
             gradients = weights.bring_home(gradients)
         if self.transfer is not None:

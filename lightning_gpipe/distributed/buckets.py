@@ -1,0 +1,78 @@
+"""Buckets of gradients, which replicas add up together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_gpipe.distributed.shares import Shares
+
+
+class Bucket(NamedTuple):
+    """Parameters of one dtype, on one device, whose gradients are for the same replicas.
+
+    Attributes:
+        parameters: The parameters.
+        owner: The replica that gets the gradients; None if all do.
+    """
+
+    parameters: list[nn.Parameter]
+    owner: int | None
+
+    def empty(self) -> Flat:
+        """Return memory for the gradients, zeros."""
+        first, sizes = self.parameters[0], [p.numel() for p in self.parameters]
+        values = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        pieces = zip(self.parameters, values.split(sizes), strict=True)
+        return Flat(values, [_as(parameter, piece) for parameter, piece in pieces])
+
+    def sum(self, flat: Flat, group: ProcessGroup, *, async_op: bool = False) -> Any:
+        """Add gradients up over the replicas, where they are for; elsewhere the values are lost."""
+        if self.owner is None:
+            return dist.all_reduce(flat.values, group=group, async_op=async_op)
+        return dist.reduce(flat.values, group=group, group_dst=self.owner, async_op=async_op)
+
+    def is_for(self, group: ProcessGroup) -> bool:
+        """Return True if this process gets the gradients."""
+        return self.owner is None or self.owner == group.rank()
+
+
+class Flat(NamedTuple):
+    """The memory of a bucket.
+
+    Attributes:
+        values: All of it.
+        parts: The part of each parameter, in its shape.
+    """
+
+    values: Tensor
+    parts: Sequence[Tensor]
+
+
+def buckets_of(
+    parameters: Iterable[nn.Parameter], cap: float, shares: Shares | None = None
+) -> list[Bucket]:
+    """Divide parameters into buckets of some bytes each, by their owners if there are shares."""
+    buckets: list[Bucket] = []
+    open_of: dict[Any, tuple[Bucket, float]] = {}
+    for parameter in parameters:
+        owner = None if shares is None else shares.owner_of(parameter)
+        key = parameter.dtype, parameter.device, owner
+        bucket, size = open_of.get(key, (Bucket([], owner), cap))
+        if size >= cap:
+            bucket, size = Bucket([], owner), 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        open_of[key] = bucket, size + parameter.numel() * parameter.element_size()
+    return buckets
+
+
+def _as(parameter: nn.Parameter, piece: Tensor) -> Tensor:
+    """Return a part of a bucket in the shape of a parameter, and dense in the order of its dims."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return piece.as_strided(parameter.shape, strides, piece.storage_offset())

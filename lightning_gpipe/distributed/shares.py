@@ -1,0 +1,60 @@
+"""Shares of a model's parameters, each of which one replica owns.
+
+The owner steps a parameter, so it alone needs the state of an optimizer, and in the end the
+gradient. All replicas must name the same owner without asking. So a share follows from the order in
+which parameters come, and from their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class Shares:
+    """Divides whole parameters among replicas, so that each has about as many elements.
+
+    Args:
+        group: The replicas.
+        around: The parameters that each process of a pipeline has. They are divided first, so all
+            these processes, which have different ones beside, name the same owners of them.
+    """
+
+    def __init__(self, group: ProcessGroup, around: Iterable[Tensor] = ()) -> None:
+        self.group = group
+        self._owner_of: dict[Tensor, int] = {}
+        self._sizes = [0] * group.size()  # in elements
+        self.add(around)
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Divide those parameters that are new, the largest first, each into the smallest share."""
+        new = [x for x in dict.fromkeys(parameters) if x not in self._owner_of and not x.is_meta]
+        for parameter in sorted(new, key=torch.numel, reverse=True):
+            owner = min(range(len(self._sizes)), key=self._sizes.__getitem__)
+            self._owner_of[parameter] = owner
+            self._sizes[owner] += parameter.numel()
+
+    def owner_of(self, parameter: Tensor) -> int:
+        """Return the replica that owns a parameter."""
+        return self._owner_of[parameter]
+
+    def is_own(self, parameter: Tensor) -> bool:
+        """Return True if this replica owns a parameter."""
+        return self._owner_of[parameter] == self.group.rank()
+
+
+def counts(group: ProcessGroup, numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers to be added up over the replicas, on the host if the group can do that."""
+    host = torch.device("cpu") in group._device_types
+    return torch.tensor(numbers, device="cpu" if host else device)
+
+
+def total(group: ProcessGroup, numbers: Sequence[int], device: torch.device) -> list[int]:
+    """Return the sums of numbers over the replicas."""
+    sums = counts(group, numbers, device)
+    dist.all_reduce(sums, group=group)
+    return [int(x) for x in sums.tolist()]
