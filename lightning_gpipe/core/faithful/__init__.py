@@ -17,7 +17,6 @@ from lightning_gpipe.core.faithful.layers.replicated_norm import Gather
 from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting, together
 from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.parameter_leaves import (
-    WeightPart,
     has_memory,
     leaf_like,
     parts_of,
@@ -90,7 +89,6 @@ __all__ = [
     "StageState",
     "Streams",
     "ThreadState",
-    "WeightPart",
     "Write",
     "add_note",
     "check_batch_norms",

@@ -152,6 +152,21 @@ class Layout:
     def leaving(self, j: int) -> tuple[Route, ...]:
         return tuple(route for route in self.routes if route.source == j)
 
+    def recut(self, partitions: Sequence[Partition], routes: Sequence[Route]) -> Layout:
+        """Return the layout of these partitions in the places of this one's stages.
+
+        The home of a parameter is the first stage that has it.
+        """
+        homes: dict[nn.Parameter, torch.device] = {}
+        for partition, worker in zip(partitions, self.placement, strict=True):
+            here = self.owners[worker] == self.rank
+            home = HOST if self.weights == "host" else self.devices[worker]
+            for parameter in partition.parameters:
+                homes.setdefault(parameter, home if here else META)
+        return replace(
+            self, partitions=tuple(partitions), routes=tuple(routes), homes=homes, everywhere=()
+        )
+
     def with_homes(self, homes: Mapping[nn.Parameter, torch.device]) -> Layout:
         return replace(self, homes={**self.homes, **homes})
 
@@ -234,31 +249,8 @@ def ties_of(layout: Layout) -> list[Tie]:
 
 
 def lay_out(
-    partitions: Sequence[Partition],
-    devices: Sequence[torch.device],
-    routes: Sequence[Route] = (),
-    around: Around = "last",
-    owners: Sequence[int] = (),
-    rank: int = 0,
-    placement: Sequence[int] = (),
-    weights: Weights = "device",
+    partitions: Sequence[Partition], devices: Sequence[torch.device], routes: Sequence[Route] = ()
 ) -> Layout:
-    """Return the layout of stages that are placed by ``placement``, or round the workers."""
-    placement = tuple(placement) or looped(len(partitions), len(devices))
-    homes: dict[nn.Parameter, torch.device] = {}
-    for partition, worker in zip(partitions, placement, strict=True):
-        here = not owners or owners[worker] == rank
-        home = HOST if weights == "host" else devices[worker]
-        for parameter in partition.parameters:  # the first stage that has it is its home
-            homes.setdefault(parameter, home if here else META)
-    return Layout(
-        tuple(partitions),
-        tuple(devices),
-        placement,
-        tuple(routes),
-        homes,
-        around,
-        tuple(owners),
-        rank,
-        weights=weights,
-    )
+    """Return the layout of stages that go round the workers of this process."""
+    placement = looped(len(partitions), len(devices))
+    return Layout((), tuple(devices), placement).recut(partitions, routes)

@@ -22,7 +22,6 @@ from lightning_gpipe.core.layout import (
     check_balance,
     check_outside,
     check_sharing,
-    lay_out,
     shared_with_outside,
 )
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
@@ -57,29 +56,23 @@ def lay_out_all(
     placing = folded if folds else looped
     layouts = []
     for piped, partitions in zip(modules, cuts, strict=True):
-        placement = placing(len(partitions), len(workers_on))
-        layouts.append(
-            _layout_of(
-                piped, partitions, workers_on, placement, around, owners or (), rank, weights
-            )
+        places = Layout(
+            (),
+            tuple(workers_on),
+            placing(len(partitions), len(workers_on)),
+            around=around,
+            owners=tuple(owners or ()),
+            rank=rank,
+            weights=weights,
         )
+        layouts.append(_layout_of(piped, partitions, places))
     return layouts, connection
 
 
-def _layout_of(
-    piped: PipedModule,
-    partitions: Sequence[Partition],
-    devices: Sequence[torch.device],
-    placement: Sequence[int],
-    around: Around,
-    owners: Sequence[int],
-    rank: int,
-    weights: Weights,
-) -> Layout:
+def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layout) -> Layout:
     """Lay out one module; the parameters that are used around its layers have their home there."""
     layers = [layer for partition in partitions for layer in partition.layers]
-    routes = routes_of(skips_of(layers, partitions), partitions)
-    layout = lay_out(partitions, devices, routes, around, owners, rank, placement, weights)
+    layout = places.recut(partitions, routes_of(skips_of(layers, partitions), partitions))
     check_sharing(layout)
     check_outside(piped.root, piped.module, layout, layout.outside)
     shared = shared_with_outside(piped.root, piped.module)
@@ -141,17 +134,8 @@ def rebuild(
     """Make the programs and engines again, by balances, and move the layers if asked."""
     layouts = []
     for piped, balance in zip(modules, balances, strict=True):
-        old, partitions = piped.pipeline.layout, piped.frontend.partitions(balance)
-        layout = _layout_of(
-            piped,
-            partitions,
-            old.devices,
-            old.placement,
-            old.around,
-            old.owners,
-            old.rank,
-            old.weights,
-        )
+        old = piped.pipeline.layout
+        layout = _layout_of(piped, piped.frontend.partitions(balance), old)
         homes = {parameter: old.homes[parameter] for parameter in old.everywhere}
         layouts.append(layout.with_everywhere(homes).with_homes(homes))
     if move:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import copy_marks, map_tensors
 from lightning_gpipe.core.faithful import Manager, Write
-from lightning_gpipe.core.programs import Part, Program
+from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run import Stage
 from lightning_gpipe.core.skip import Table, using_table
 
@@ -50,17 +49,10 @@ def walk_program(
             if route.name in skips:  # else an earlier part of the stage has popped it
                 skips[route.name] = _moved(skips[route.name], None, stage.device)
         with following(stage), current(stage.device), using_table(skips):
-            made = visit(k, partial(_run, part), needed)
+            made = visit(k, part.call, needed)
         known |= made
         sources |= dict.fromkeys(made, stage.device)
     return [_moved(known[n], sources.get(n), stages[-1].device) for n in program.outputs]
-
-
-def _run(part: Part, values: Numbered) -> Numbered:
-    known = dict(values)
-    for step in part.steps:
-        known[step.value] = step(known)
-    return {step.value: known[step.value] for step in part.steps}
 
 
 def following(stage: Stage) -> Manager:

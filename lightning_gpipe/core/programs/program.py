@@ -22,9 +22,10 @@ the simplest one, see :func:`chain`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -55,6 +56,13 @@ class Part:
     leaving: tuple[Route, ...]
     drops: tuple[tuple[int, ...], ...]
     runs: int = 0
+
+    def call(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Make the calls one by one, with the values of these numbers; return those they make."""
+        known = dict(values)
+        for step in self.steps:
+            known[step.value] = step(known)
+        return {step.value: known[step.value] for step in self.steps}
 
     @cached_property
     def signature(self) -> str:

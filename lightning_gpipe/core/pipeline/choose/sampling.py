@@ -52,7 +52,10 @@ def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[
         entries.setdefault(piped, Entry(layers[piped], program, own))
         if len(entries) == len(modules):
             raise _AllReached
-        return _outputs(program, values)
+        known = dict(zip(program.inputs, values, strict=True))
+        for part in program.parts:
+            known |= part.call(known)
+        return [known[number] for number in program.outputs]
 
     root = modules[0].root
     devices = {parameter.device for parameter in root.parameters()}
@@ -132,12 +135,3 @@ def _unit_partitions(piped: PipedModule) -> list[Partition]:
             "list, or balance='parameters', may keep together what cannot be apart.",
         )
         raise
-
-
-def _outputs(program: Program, values: Sequence[Any]) -> list[Any]:
-    """Run a program where its modules are."""
-    known = dict(zip(program.inputs, values, strict=True))
-    for part in program.parts:
-        for step in part.steps:
-            known[step.value] = step(known)
-    return [known[number] for number in program.outputs]
