@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 T = TypeVar("T")
 
@@ -31,9 +30,9 @@ class Meter:
     def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
         """Make a call, and return its result and its cost."""
         if self.exact:
-            with _Counting() as counting:
+            with FlopCounterMode(display=False) as counter:
                 result = call()
-            return result, float(counting.total)
+            return result, float(counter.get_total_flops())
         self._wait()
         start = time.perf_counter()
         result = call()
@@ -43,29 +42,3 @@ class Meter:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-class _Counting(TorchDispatchMode):
-    # PyTorch's FlopCounterMode does more: it registers hooks on all modules and their inputs.
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        count = flop_registry.get(function._overloadpacket)
-        if count is None and function is not torch.ops.prim.device.default:
-            with self:  # an operator that is made of others, such as attention on meta tensors
-                made = function.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
-        result = function(*args, **kwargs)
-        if count is not None:
-            self.total += count(*args, **kwargs, out_val=result)
-        return result
