@@ -1,7 +1,7 @@
 """Weights on the host: the numbers of weights on devices, in less memory than the model has.
 
 What a worker moves, and when: ``host/weights``, ``host/side_copies``, ``host/memory`` and
-``host/traffic``. A plan measures the way from the host with ``profile/buses``.
+``host/traffic``. A plan measures the way from the host with ``profile/meters``.
 """
 
 from __future__ import annotations

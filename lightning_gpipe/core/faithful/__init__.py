@@ -52,7 +52,7 @@ from lightning_gpipe.core.faithful.thread.modes import (
 )
 from lightning_gpipe.core.faithful.thread.recomputing import RECOMPUTING, is_recomputing
 from lightning_gpipe.core.faithful.thread.streams import Streams
-from lightning_gpipe.core.faithful.thread.tracing import is_traced, not_compiled
+from lightning_gpipe.core.faithful.thread.tracing import has_proxy, is_traced, not_compiled
 
 __all__ = [
     "ABSENT",
@@ -95,6 +95,7 @@ __all__ = [
     "default_generator",
     "has_hooks",
     "has_memory",
+    "has_proxy",
     "intra_op_threads",
     "is_recomputing",
     "is_traced",

@@ -11,7 +11,7 @@ meta device when it is placed. Everything is checked before, from the headers of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -91,7 +91,8 @@ def load_pretrained(
     """
     state = model.state_dict(keep_vars=True)  # a tied tensor has several names there
     names = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    stored = _rename_to_fit(tensors_in(Path(path)), model, names.keys())
+    renamings = _renamings(tensors_in(Path(path)), model)
+    stored = max(renamings, key=lambda renamed: len(names.keys() & renamed.keys()))
     values: dict[int, StoredTensor] = {}  # by the id of the tensor, under the first of its names
     for name, tensor in names.items():
         if name in stored:
@@ -133,17 +134,6 @@ def _check(path: str | Path, faults: Mapping[str, list[str]]) -> None:
         )
 
 
-def _rename_to_fit(
-    stored: Mapping[str, StoredTensor], model: nn.Module, names: Set[str]
-) -> dict[str, StoredTensor]:
-    """Name the tensors of the files as the model does.
-
-    The names are those of the model's state dict, except for the name of the base model: a model
-    with a head has its base in a child, as in ``model.layers.0``, and the files may be of either.
-    """
-    return max(_renamings(stored, model), key=lambda renamed: len(names & renamed.keys()))
-
-
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -151,6 +141,11 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 def _renamings(
     stored: Mapping[str, StoredTensor], model: nn.Module
 ) -> Iterator[dict[str, StoredTensor]]:
+    """Yield the tensors of files by their names, and by those that they may have in a model.
+
+    A model with a head has its base in a child, as in ``model.layers.0``, and the files may be of
+    either.
+    """
     yield dict(stored)
     for child, _ in model.named_children():
         yield {f"{child}.{name}": tensor for name, tensor in stored.items()}

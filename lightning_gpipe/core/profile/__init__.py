@@ -5,8 +5,8 @@ time on the device that is to run it, or counted on the meta device.
 """
 
 from lightning_gpipe.core.profile.alike import kind_of
-from lightning_gpipe.core.profile.buses import host_speed
 from lightning_gpipe.core.profile.layers import Subject, profile_layers
+from lightning_gpipe.core.profile.meters import host_speed
 from lightning_gpipe.core.profile.optimizers import Optimizers
 from lightning_gpipe.core.profile.walk import Visit, change_tensors, following, walk_program
 

@@ -1,15 +1,18 @@
-"""Measures calls: the seconds that they take, or their floating-point operations."""
+"""Measures calls, by seconds or floating-point operations, and the bus between host and device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Literal, TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 T = TypeVar("T")
+
+_COPIES = 4  # to measure a bus, of which the fastest counts
 
 
 class Meter:
@@ -42,3 +45,12 @@ class Meter:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+@cache
+def host_speed(device: torch.device, size: int) -> float:
+    """Return the bytes per second of a copy of so many bytes from pinned memory to a GPU."""
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there, meter = torch.empty_like(host, device=device), Meter(device)
+    copy = partial(there.copy_, host, non_blocking=True)
+    return size / min(meter(copy)[1] for _ in range(_COPIES))

@@ -34,7 +34,7 @@ def is_traced(input: Any, parameters: Iterable[Tensor]) -> bool:
         or torch._C._get_dispatch_mode(_PROXY) is not None
         or torch.compiler.is_exporting()
         or (torch._C._get_dispatch_mode(_FAKE) is not None and not _are_fake(parameters))
-        or _has_proxy(input)
+        or has_proxy(input)
     )
 
 
@@ -52,10 +52,10 @@ def _are_fake(parameters: Iterable[Tensor]) -> bool:
     return all(isinstance(parameter, FakeTensor) for parameter in parameters)
 
 
-def _has_proxy(input: Any) -> bool:
-    # To flatten the input would be slow, and every step asks.
-    if isinstance(input, dict):
-        input = tuple(input.values())
-    if isinstance(input, (tuple, list)):
-        return any(map(_has_proxy, input))
-    return isinstance(input, Proxy)
+def has_proxy(tree: Any) -> bool:
+    """Return whether a value of a trace by torch.fx is in a tree; it is not asked for its class."""
+    # To flatten the tree would be slow, and every step asks.
+    kind = type(tree)
+    if issubclass(kind, tuple | list | dict):
+        return any(map(has_proxy, tree.values() if issubclass(kind, dict) else tree))
+    return issubclass(kind, Proxy)

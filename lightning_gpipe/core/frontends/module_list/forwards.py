@@ -66,7 +66,7 @@ class BlockCalls:
     ) -> None:
         self._processes = processes
         self._rehearse = only_here if processes is None else processes.everywhere
-        self._tell = _nobody if processes is None else processes.tell
+        self._tell = (lambda error: None) if processes is None else processes.tell
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
         self._stages = blocks[-1].stage + 1
         self._histories: dict[ForwardState, History] = {}
@@ -212,7 +212,3 @@ class BlockCalls:
             "set it to 0. One that never calls the last blocks needs a model without them, and one "
             "that calls a block again after the last cannot be cut here."
         )
-
-
-def _nobody(error: BaseException) -> None:
-    """Tell an error to no other process."""

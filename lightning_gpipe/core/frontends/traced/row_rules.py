@@ -233,6 +233,13 @@ def _is_tensor(node: fx.Node) -> bool:
     return kind_of(node) is ValueKind.TENSOR and bool(source.meta.get("certain", True))
 
 
+# Functions that reduce all dims unless they get some, by the position of these in the arguments.
+REDUCTIONS = {
+    1: "mean sum prod std var max min amax amin median nanmean nansum nanmedian any all argmax "
+    "argmin count_nonzero var_mean std_mean aminmax",
+    2: "norm linalg_norm linalg_vector_norm quantile nanquantile",
+}
+
 Rule = Callable[[TracedCall, int], int | None]
 _TABLE: list[tuple[str, Rule]] = [
     ("transpose swapaxes swapdims", _transpose),
@@ -250,15 +257,9 @@ _TABLE: list[tuple[str, Rule]] = [
     ("unbind select kthvalue", _along(1, removes=True, default=0)),
     ("matmul mm bmm linear", _matmul),
     ("batch_norm", _batch_norm),
-    (
-        "mean sum prod std var amax amin max min any all median nanmean nansum nanmedian argmax "
-        "argmin logsumexp var_mean std_mean mode count_nonzero aminmax",
-        _along(1, removes=True),
-    ),
-    (
-        "norm vector_norm linalg_norm linalg_vector_norm quantile nanquantile",
-        _along(2, removes=True),
-    ),
+    *((names, _along(position, removes=True)) for position, names in REDUCTIONS.items()),
+    ("logsumexp mode", _along(1, removes=True)),
+    ("vector_norm", _along(2, removes=True)),
     (
         "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip sort argsort "
         "gather scatter scatter_ scatter_add scatter_add_ index_select index_add index_add_ "

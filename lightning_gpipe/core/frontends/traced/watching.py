@@ -30,6 +30,7 @@ from lightning_gpipe.core.faithful import (
     Journal,
     Manager,
     RandomState,
+    has_proxy,
 )
 from lightning_gpipe.core.frontends.lines import is_users
 from lightning_gpipe.core.layout import holders, is_generator, within
@@ -197,7 +198,7 @@ def _any_arguments(tracer: fx.Tracer) -> Manager:
 
 def _recorded(tracer: fx.Tracer, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function, or record the call if a value of the trace is among its arguments."""
-    if _has_values((args, kwargs)):
+    if has_proxy((args, kwargs)):
         return tracer.create_proxy("call_function", function, args, kwargs)
     return function(*args, **kwargs)
 
@@ -221,14 +222,6 @@ def _functions_whole(tracer: fx.Tracer) -> Iterator[None]:
         yield
     finally:
         Function.apply = own  # type: ignore[method-assign]
-
-
-def _has_values(tree: Any) -> bool:
-    """Return whether a value of the trace is in a tree; a proxy is not asked for its class."""
-    kind = type(tree)
-    if issubclass(kind, tuple | list | dict):
-        return any(map(_has_values, tree.values() if issubclass(kind, dict) else tree))
-    return issubclass(kind, Proxy)
 
 
 @contextmanager

@@ -279,5 +279,4 @@ def memory_of(device: torch.device) -> float:
     if device.type != "cuda":
         return inf
     total = float(torch.cuda.get_device_properties(device).total_memory)
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # since PyTorch 2.8
-    return total if fraction is None else total * fraction(device)
+    return total * torch.cuda.get_per_process_memory_fraction(device)

@@ -1,7 +1,7 @@
 """Forwards that cannot be cut are refused with the user's line, or run as one layer.
 
-Here are also the tests of ``inplace_edits``, ``row_checks``, ``row_dims``, ``row_rules``,
-``row_trials``, ``traced_attributes``, ``traced_call`` and ``watching``.
+Here are also the tests of ``inplace_edits``, ``row_dims``, ``row_rules``, ``row_trials``,
+``traced_attributes``, ``traced_call`` and ``watching``.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class WithoutEffects(ExitStack):
         ]
         copies = {p: _on(p, self._device) for _, _, p in elsewhere}
         moved = Journal().changed([(slots, name, copies[p]) for slots, name, p in elsewhere])
-        # Warnings come again when the pipeline runs.
-        no_warnings = warnings.catch_warnings()
-        for manager in (moved, running(), torch.no_grad(), receiving(_drop), no_warnings):
+        # Warnings, and loss terms, come again when the pipeline runs.
+        no_warnings, no_terms = warnings.catch_warnings(), receiving(lambda term: None)
+        for manager in (moved, running(), torch.no_grad(), no_terms, no_warnings):
             self.enter_context(manager)
         warnings.simplefilter("ignore")
         return self
@@ -71,7 +71,3 @@ def deep_copy(value: Any) -> Any:
 def fingerprint(value: Any) -> list[tuple[int, int]]:
     """Return a value that differs after an object got tensors, or its tensors were edited."""
     return [(id(x), 0 if x.is_inference() else x._version) for x in tensors_within(value)]
-
-
-def _drop(_: Any) -> None:
-    pass
