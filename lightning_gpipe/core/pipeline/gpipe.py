@@ -379,7 +379,7 @@ class GPipe(StandIn):
         """
         layout = self.layout.with_everywhere(parameters, with_index(torch.device(device)))
         move_home(layout)
-        self.engine.layout = layout
+        self.piped_modules[0].pipeline.follow(layout)
 
     @override
     def load_state_dict(

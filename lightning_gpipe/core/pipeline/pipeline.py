@@ -55,6 +55,7 @@ class Pipeline:
         number: The index among the pipelines of the connection.
 
     Attributes:
+        layout: The layout.
         engine: The engine, which runs the micro-batches.
         patches: The changes that a running verification has made in the layers.
     """
@@ -81,6 +82,7 @@ class Pipeline:
         check_offload_activations(offload_activations, layout.n)
         self._offload_activations = offload_activations
         self._threads = threads
+        self.layout = layout
         self.engine = self._engine(layout, workers, connection, number)
         self.activation_checkpointing = activation_checkpointing
         self.patches = Journal()
@@ -122,14 +124,24 @@ class Pipeline:
 
     def rebuild(self, layout: Layout, workers: Workers) -> None:
         """Run on another layout from now on, in this process, with the same observers."""
-        engine = self._engine(layout, workers, None, 0)
-        engine.succeed(self.engine)
-        self.engine, self.patches = engine, Journal()
+        before = vars(self).get("engine")  # none in a copy
+        self.layout = layout
+        self.engine, self.patches = self._engine(layout, workers, None, 0), Journal()
+        if before is not None:
+            self.engine.succeed(before)
 
-    @property
-    def layout(self) -> Layout:
-        """The layout."""
-        return self.engine.layout
+    def follow(self, layout: Layout) -> None:
+        """Use a layout with other homes of parameters from the next mini-batch on."""
+        self.layout = self.engine.layout = layout
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is cut anew, and gets an engine of its own.
+        if self.layout.spread:
+            raise TypeError(
+                "a pipeline over processes cannot be copied or pickled. Copy the model before it "
+                "becomes a pipeline, or the model that the pipeline was made of."
+            )
+        return {name: x for name, x in vars(self).items() if name not in ("engine", "patches")}
 
     @property
     def stages(self) -> Sequence[Stage]:

@@ -398,13 +398,3 @@ class Engine:
     def close(self) -> None:
         """Close the transport; the next mini-batch opens it again."""
         self._transport.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "timeline": None,
-            "code": None,
-            "at_last": None,
-            "_observers": OrderedDict(),
-            "_equipment": self._equipment._replace(home=None),
-        }

@@ -140,6 +140,3 @@ class InlineTransport(Transport):
     @override
     def close(self) -> None:
         """Do nothing: nothing was started."""
-
-    def __reduce__(self) -> tuple[type[InlineTransport], tuple[Layout]]:
-        return InlineTransport, (self._layout,)

@@ -192,9 +192,6 @@ class LocalTransport(Transport):
     def inline(self) -> InlineTransport:
         return self._inline
 
-    def __reduce__(self) -> tuple[type[LocalTransport], tuple[Layout, Workers]]:
-        return LocalTransport, (self._layout, self._workers)  # with copies of the same threads
-
     @override
     def close(self) -> None:
         self._pool.end()
@@ -236,11 +233,7 @@ class Workers:
     def __init__(self, *layouts: Layout) -> None:
         self.pool = _Pool()
         self.exclusion = Exclusion(*layouts, before=self.pool.finish)
-        self._layouts = layouts
         weakref.finalize(self, self.pool.end)  # in case close() is not called
-
-    def __reduce__(self) -> tuple[type[Workers], tuple[Layout, ...]]:
-        return Workers, self._layouts  # a copy starts threads of its own
 
 
 class _Pool:

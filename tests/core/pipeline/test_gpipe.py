@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.schedules import ActivationCheckpointing, Kind
 from tests.support.models import assert_same, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, Pipe, every_mode
+from tests.support.process import workers
 
 CPU = torch.device("cpu")
 
@@ -256,6 +258,25 @@ def test_copy_of_a_pipeline_in_use(pipeline: GPipe, copied: Any) -> None:
     assert not {id(p) for p in twin.parameters()} & {id(p) for p in pipeline.parameters()}
     assert all(parameter.grad is None for parameter in pipeline.parameters())
     twin.close()
+
+
+@pytest.mark.parametrize("copied", [deep, saved])
+def test_copy_has_threads_of_its_own_and_no_observers(
+    module: nn.Sequential, pipe: Pipe, copied: Any
+) -> None:
+    pipeline, others, seen = pipe(module, threads=True), workers(), list[Timeline]()
+    pipeline(rows(7))
+    assert len(workers()) == len(others) + 2
+    pipeline.observe(seen.append)
+
+    twin = copied(pipeline)
+
+    assert len(workers()) == len(others) + 2
+    twin(rows(7))
+    assert len(workers()) == len(others) + 4
+    assert not seen
+    twin.close()
+    assert len(workers()) == len(others) + 2
 
 
 # What ran when.

@@ -3,7 +3,6 @@
 Here are also the tests of ``caller``, ``minibatch`` and ``minibatch_run``.
 """
 
-import copy
 from contextlib import suppress
 
 import pytest
@@ -125,12 +124,3 @@ def test_threads_of_a_closed_engine_end_until_it_runs_again() -> None:
 
     step(engine)
     engine.close()
-
-
-def test_copy_has_no_observers(engine: Engine) -> None:
-    seen: list[Timeline] = []
-    engine.observe(seen.append)
-
-    step(copy.deepcopy(engine))
-
-    assert not seen

@@ -3,7 +3,6 @@
 Here are also the tests of ``interface``.
 """
 
-import copy
 import gc
 import sys
 import threading
@@ -332,18 +331,6 @@ def test_transport_that_nobody_closed_ends_its_threads(workers: Workers) -> None
     gc.collect()
 
     assert workers() == []
-
-
-def test_copy_has_threads_of_its_own(transport: LocalTransport, workers: Workers) -> None:
-    run(transport, transport.open(PHASE), [nothing, nothing])
-
-    twin = copy.deepcopy(transport)
-
-    assert len(workers()) == 2
-    run(twin, twin.open(PHASE), [nothing, nothing])
-    assert len(workers()) == 4
-    twin.close()
-    assert len(workers()) == 2
 
 
 def test_nothing_of_a_finished_job_stays_alive(transport: LocalTransport) -> None:

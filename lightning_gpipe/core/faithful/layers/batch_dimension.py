@@ -76,9 +76,6 @@ class RowWatches:
             return None
         return RowWatch(self._watched, cut, partial(record, self._signatures, signature, None))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_signatures": {}}  # a file must not have TreeSpecs
-
 
 class RowWatch:
     """Records the inputs of the modules of one stage in one mini-batch."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -155,10 +154,6 @@ class StageState:
             AttributeState(self._owners, values, changed),
             RandomState.of(self._generators) if self._generators else None,
         )
-
-    def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        # A copied module has other attributes and generators; a file must not have TreeSpecs.
-        return partial(StageState, deferred=self._deferred), (self._modules,)
 
 
 def _other_objects(new: Values, old: Values) -> bool:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,10 +61,6 @@ class Loop(Frontend):
         self._blocks: list[Block] = []
         self._forwards: list[OwnerForward] = []
         self._calls: BlockCalls | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Nothing is installed in a copy.
-        return {**self.__dict__, "_blocks": [], "_forwards": [], "_calls": None}
 
     @property
     @override

@@ -90,9 +90,6 @@ class Splits:
         self._by_shape.move_to_end(graph.shape)
         return self._by_shape[graph.shape]
 
-    def __reduce__(self) -> tuple[type[Splits], tuple[()]]:
-        return Splits, ()  # a copy finds its own: classes of autograd cannot be pickled
-
 
 def find_split(graph: Graph) -> Split | None:
     """Find the split of a graph; None if there is nothing that W could compute.

@@ -166,9 +166,6 @@ class UnfinishedMiniBatches:
         for watch in _watches(self._forwards) if captured else ():
             watch.check_captured(captured)
 
-    def __reduce__(self) -> tuple[type[UnfinishedMiniBatches], tuple[()]]:
-        return UnfinishedMiniBatches, ()  # a copied pipeline has no mini-batches
-
 
 def _watches(
     forwards: Iterable[tuple[weakref.ref[Any], Sequence[LostGradients]]],

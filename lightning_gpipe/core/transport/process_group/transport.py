@@ -291,9 +291,3 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         self._connection.close()
         self._runner.close()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError(
-            "a pipeline over processes cannot be copied or pickled. Copy the model before it "
-            "becomes a pipeline, or the model that the pipeline was made of."
-        )
