@@ -20,9 +20,15 @@ from lightning_gpipe.core.data import (
 )
 from lightning_gpipe.core.layout import Partition, lay_out
 from lightning_gpipe.core.pipeline import Pipeline
+from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.programs import Program, Route, Step, Value
 from lightning_gpipe.core.run import Engine
-from lightning_gpipe.core.schedules import ActivationCheckpointing, fill_drain, recomputed_by_stage
+from lightning_gpipe.core.schedules import (
+    FILL_DRAIN,
+    ActivationCheckpointing,
+    fill_drain,
+    recomputed_by_stage,
+)
 from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Workers
 from tests.support.pipes import M
 
@@ -86,13 +92,10 @@ def pipeline_of(
     layout = lay_out(partitions, [torch.device("cpu")])
     return Pipeline(
         layout,
-        chunks=3,
-        activation_checkpointing=mode,
+        Resolved([], 3, mode, FILL_DRAIN),
         microbatching=Rows(),
         deferred_batch_norm=True,
-        offload_activations=False,
         threads=False,
-        split_backward=False,
         workers=Workers(layout),
     )
 

@@ -32,7 +32,7 @@ from lightning_gpipe.core.faithful.random.random_state import (
 )
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
-from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
+from lightning_gpipe.core.faithful.state.behavior import Behavior, record, version_of
 from lightning_gpipe.core.faithful.state.buffers import BufferState
 from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
@@ -107,6 +107,7 @@ __all__ = [
     "parts_of",
     "placeholder",
     "preserved",
+    "record",
     "refuse_unsupported_modes",
     "rows_needed",
     "saved_tensors_hooks",

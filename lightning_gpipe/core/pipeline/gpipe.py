@@ -214,13 +214,10 @@ class GPipe(StandIn):
         pipelines = [
             Pipeline(
                 layout,
-                chunks=resolved.chunks,
-                activation_checkpointing=resolved.activation_checkpointing,
+                resolved,
                 microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
                 deferred_batch_norm=deferred_batch_norm,
-                offload_activations=resolved.offload_activations,
                 threads=threads,
-                split_backward=resolved.split_backward,
                 workers=workers,
                 connection=connection,
                 number=number,

@@ -23,12 +23,12 @@ from lightning_gpipe.core.data import (
 )
 from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
 from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run import Engine, Stage, Threads, ThreadsOrInline, UserStep
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
-    OffloadActivations,
     Schedule,
     check_activation_checkpointing,
     check_offload_activations,
@@ -50,6 +50,7 @@ class Pipeline:
 
     Args:
         layout: The layout; the layers are on their devices already.
+        settings: The settings that the user requested or a plan chose.
         workers: The threads, which pipelines of other modules over the same devices use too.
         connection: The connection to the owners of the layout; None if there is one.
         number: The index among the pipelines of the connection.
@@ -63,28 +64,25 @@ class Pipeline:
     def __init__(
         self,
         layout: Layout,
+        settings: Resolved,
         *,
-        chunks: int,
-        activation_checkpointing: ActivationCheckpointing,
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
-        offload_activations: OffloadActivations,
         threads: Threads,
-        split_backward: bool,
         workers: Workers,
         connection: Connection | None = None,
         number: int = 0,
     ) -> None:
-        self.chunks = chunks
-        self.split_backward = split_backward
+        self.chunks = settings.chunks
+        self.split_backward = settings.split_backward
         self.microbatching = microbatching
         self._deferred_batch_norm = deferred_batch_norm
-        check_offload_activations(offload_activations, layout.n)
-        self._offload_activations = offload_activations
+        self._offload_activations = settings.offload_activations
+        check_offload_activations(self._offload_activations, layout.n)
         self._threads = threads
         self.layout = layout
         self.engine = self._engine(layout, workers, connection, number)
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing = settings.activation_checkpointing
         self.patches = Journal()
 
     def _engine(

@@ -21,12 +21,12 @@ Value = TypeVar("Value")
 _CAPACITY = 64
 
 
-def record(records: dict[Key, Value], key: Key, value: Value) -> None:
-    """Record a value for a call signature, and forget the one recorded least recently."""
+def record(records: dict[Key, Value], key: Key, value: Value, most: int = _CAPACITY) -> None:
+    """Record a value for a key, and forget the one recorded least recently if there are more."""
     # Not an OrderedDict, which hashes its keys to list its values.
     records.pop(key, None)
     records[key] = value
-    if len(records) > _CAPACITY:
+    if len(records) > most:
         del records[next(iter(records))]
 
 

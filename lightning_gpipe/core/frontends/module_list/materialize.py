@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import whole
-from lightning_gpipe.core.faithful import without_checkpointing
+from lightning_gpipe.core.faithful import record, without_checkpointing
 from lightning_gpipe.core.frontends.frontend import RunProgram
 from lightning_gpipe.core.frontends.module_list.blocks import running
 from lightning_gpipe.core.frontends.module_list.recording import LoopRecording
@@ -17,6 +17,8 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import WHOLE
 from lightning_gpipe.core.frontends.module_list.tape.calls import TensorLeaf
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder, become
 from lightning_gpipe.core.programs import Program, Step, Value
+
+_PROGRAMS = 8  # in memory of a tape: one for each choice of values that the forward keeps
 
 
 def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
@@ -60,7 +62,8 @@ def _program(recording: LoopRecording, wanted: Mapping[int, Placeholder], n: int
                 number = output
             outputs.append(number)
         inputs = list(recording.inputs)
-        tape.keep(key, Program(steps, inputs=inputs, outputs=outputs, n=n))
+        program = Program(steps, inputs=inputs, outputs=outputs, n=n)
+        record(tape.programs, key, program, _PROGRAMS)
     return tape.programs[key]
 
 

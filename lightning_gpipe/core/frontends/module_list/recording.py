@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.faithful import record
 from lightning_gpipe.core.frontends.lines import current_line
 from lightning_gpipe.core.frontends.module_list import operators
 from lightning_gpipe.core.frontends.module_list.call_state import CallState
@@ -38,6 +39,8 @@ from lightning_gpipe.core.frontends.module_list.tape.tape import (
     same_arguments,
 )
 from lightning_gpipe.core.programs import Value
+
+_TAPES = 16  # in memory: one for each kind of arguments of the first block
 
 
 class LoopRecording:
@@ -94,7 +97,7 @@ class LoopRecording:
     def remember(self) -> None:
         """Let later forwards follow the tape, now that all of it has run."""
         if self.tape.reusable:
-            self._history.keep(self._first_kind, self.tape)
+            record(self._history.tapes, self._first_kind, self.tape, _TAPES)
 
     def _compare(self, call: RecordedCall, arguments: Arguments | None = None) -> None:
         if self.compares and (call.modules or arguments is not None):
@@ -148,7 +151,7 @@ class LoopRecording:
         self._latest = call
         if not self._count:
             self._first_kind = self.samples.single, kind_of_call(call, Arguments(arguments))
-            self._use(self._history.tape(self._first_kind))
+            self._use(self._history.tapes.get(self._first_kind) or Tape())
         entry = self.follow(call.run, call.kind, call.line, arguments)
         if entry is None:
             entry, arguments = self._packed_or_new(call, arguments, check)

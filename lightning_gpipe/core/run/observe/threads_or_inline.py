@@ -15,7 +15,6 @@ thread is faster. Only between these bounds both run in turns.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from math import inf
@@ -24,7 +23,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from lightning_gpipe.core.faithful import NOTHING, Manager
+from lightning_gpipe.core.faithful import NOTHING, Manager, record
 
 THREADS, INLINE = False, True
 
@@ -121,7 +120,7 @@ class ThreadsOrInline:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.times: RunTimes | None = None
         self._gpus = [device for device in devices if device.type == "cuda"]
-        self._comparisons: OrderedDict[Hashable, RunnerComparison] = OrderedDict()
+        self._comparisons: dict[Hashable, RunnerComparison] = {}
 
     def next(self, kind: Hashable, phases: int, pairs: int, work: float) -> Execution:
         """Return the way of the next mini-batch.
@@ -134,13 +133,11 @@ class ThreadsOrInline:
         """
         if self._gpus:  # they compute by themselves, so that the processor's time tells nothing
             pairs = 0
-        comparison = self._comparisons.pop(kind, None)
+        comparison = self._comparisons.get(kind)
         if comparison is None:
             first = INLINE if pairs and work < self.bounds.heavy else THREADS
             comparison = RunnerComparison(pairs, first, self.bounds)
-        self._comparisons[kind] = comparison
-        if len(self._comparisons) > self.bounds.kinds:
-            self._comparisons.popitem(last=False)
+        record(self._comparisons, kind, comparison, self.bounds.kinds)
         self.times = comparison.times
         inline, computed = comparison.next(), list[float]()
         if inline is None:

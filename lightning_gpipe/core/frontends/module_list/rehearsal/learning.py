@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import is_whole
+from lightning_gpipe.core.faithful import record
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Rehearsal, Trial
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Samples
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
@@ -70,9 +71,7 @@ class Learner:
             knowledge.readings = {**before, **knowledge.readings}
             if check is not None:
                 check(knowledge, trial)
-            if len(self.knowledge) >= _KINDS:
-                self.knowledge.clear()
-            self.knowledge[key] = knowledge
+            record(self.knowledge, key, knowledge, _KINDS)
             readings, _ = self._readings(arguments, knowledge)
         if knowledge.filled_objects and self.grad:
             empty = Arguments(self.caches.without(call, arguments.tree, knowledge.filled_objects))

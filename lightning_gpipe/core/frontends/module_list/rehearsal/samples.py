@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.faithful import record
 from lightning_gpipe.core.frontends.module_list.rehearsal.effects import WithoutEffects, deep_copy
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     Path,
@@ -102,15 +103,14 @@ class Samples:
             for _, x in leaves
         )
         if key not in knowledge.shapes:
-            if len(knowledge.shapes) >= _SHAPES:
-                knowledge.shapes.clear()
             sample = self[entry.number]
             values = [sample] if knowledge.result.single else sample
             pairs = zip(values, knowledge.result.leaves, strict=True)
-            knowledge.shapes[key] = [
+            shapes = [
                 self._scaled(x.shape, leaf.cut) if isinstance(leaf, TensorLeaf) else None
                 for x, leaf in pairs
             ]
+            record(knowledge.shapes, key, shapes, _SHAPES)
         shape = knowledge.shapes[key][entry.numbers.index(number)]
         assert shape is not None, "placeholders stand for tensors"
         return shape

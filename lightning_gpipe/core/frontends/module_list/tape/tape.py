@@ -8,7 +8,7 @@ already. With the first call that differs it goes on by itself, from a copy of w
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
@@ -31,9 +31,6 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import (
 )
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
 from lightning_gpipe.core.programs import Program, Step, Value
-
-_PROGRAMS = 8  # that are kept of a tape: one for each choice of values that the forward keeps
-_TAPES = 16  # that are kept of a history: one for each kind of arguments of the first block
 
 
 @dataclass(frozen=True)
@@ -145,29 +142,18 @@ class Tape:
         tape.calls = {number: call for number, call in self.calls.items() if number < count}
         return tape
 
-    def keep(self, key: Hashable, program: Program) -> None:
-        if len(self.programs) >= _PROGRAMS:
-            self.programs.clear()
-        self.programs[key] = program
 
-
+@dataclass
 class History:
-    """The knowledge and the tapes of earlier forwards, in one state of the thread.
+    """The knowledge of earlier forwards, in one state of the thread.
 
-    The tapes are kept by the kind of the first call.
+    Attributes:
+        knowledge: The knowledge about each kind of call.
+        tapes: The tapes, by the kind of the first call.
     """
 
-    def __init__(self) -> None:
-        self.knowledge: dict[Hashable, Knowledge] = {}
-        self._tapes: dict[Hashable, Tape] = {}
-
-    def tape(self, first: Hashable) -> Tape:
-        return self._tapes.get(first) or Tape()
-
-    def keep(self, first: Hashable, tape: Tape) -> None:
-        if len(self._tapes) >= _TAPES and first not in self._tapes:
-            self._tapes.clear()
-        self._tapes[first] = tape
+    knowledge: dict[Hashable, Knowledge] = field(default_factory=dict)
+    tapes: dict[Hashable, Tape] = field(default_factory=dict)
 
 
 def same_arguments(expected: Any, tree: Any, recording: Any) -> bool:
