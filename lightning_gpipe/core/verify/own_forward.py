@@ -41,21 +41,21 @@ _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
 @dataclass(eq=False)
 class WholeCall:
-    """A call of a module in whose forward pipelines run: those of the ``piped`` modules.
+    """A call of a module in whose forward pipelines run: those of the ``piped_modules``.
 
     Attributes:
         titles: The names of each layer that programs of the forward call, one for each call.
     """
 
     module: nn.Module
-    piped: Sequence[PipedModule]
+    piped_modules: Sequence[PipedModule]
     call: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     thin: bool = False  # see gradients_of
 
     def __post_init__(self) -> None:
-        self.pipelines = [taken.pipeline for taken in self.piped]
+        self.pipelines = [piped.pipeline for piped in self.piped_modules]
         self._layout = self.pipelines[0].layout
         self.titles: dict[nn.Module, list[str]] = {}
         self._drew = False
@@ -69,9 +69,9 @@ class WholeCall:
         args, kwargs = few_rows((self.args, self.kwargs), rows)
         return replace(self, args=args, kwargs=kwargs, thin=True)
 
-    def record(self, taken: PipedModule, program: Program) -> None:
+    def record(self, piped: PipedModule, program: Program) -> None:
         """Record the calls of layers in a program of the forward."""
-        named = dict(taken.root.named_modules())
+        named = dict(piped.root.named_modules())
         for part in program.parts:
             for step in part.steps:
                 layer = step.run if isinstance(step.run, nn.Module) else named.get(step.name)
@@ -84,12 +84,12 @@ class WholeCall:
         devices = self._layout.devices
         with without_checkpointing(), without_dropout(self.module.modules(), self._journal):
             with self.isolated(), in_chunks(self.pipelines, chunks):
-                piped = self._run()
-            plain = self._own_run(piped)
+                pipelined = self._run()
+            plain = self._own_run(pipelined)
             tolerance = tolerance_for(tolerance, plain, self.module.parameters(), devices)
             titles = list(chain.from_iterable(self.titles.values()))
             search = DifferenceSearch(tolerance, titles, _DRAWS if self._drew else None)
-            return search.compare(plain, piped, partial(self._own_run, piped))
+            return search.compare(plain, pipelined, partial(self._own_run, pipelined))
 
     def isolated(self) -> Manager:
         """Restore at the end of a ``with`` block what calls have changed."""
@@ -102,7 +102,7 @@ class WholeCall:
         The run of an nn.Sequential undoes the changes in the journal of its own pipeline.
         """
         return next(
-            taken.pipeline.patches for taken in self.piped if not taken.frontend.takes_batch
+            piped.pipeline.patches for piped in self.piped_modules if not piped.frontend.takes_batch
         )
 
     def _run(self, like: Run | None = None) -> Run:
@@ -128,18 +128,18 @@ class WholeCall:
         values = results(self.module, devices, outputs.items(), leaves, {}, {}, thin=self.thin)
         return Run(values, units)
 
-    def _own_run(self, piped: Run, perturb: bool = False) -> Run:
+    def _own_run(self, pipelined: Run, perturb: bool = False) -> Run:
         """Run the module without pipelines, its layers on the devices of their stages."""
         with self.isolated(), ExitStack() as stack:
-            for taken in self.piped:
-                stack.enter_context(taken.frontend.plain())
-                for stage in taken.pipeline.stages:
+            for piped in self.piped_modules:
+                stack.enter_context(piped.frontend.plain())
+                for stage in piped.pipeline.stages:
                     stack.enter_context(following(stage))
             if len(set(self._layout.devices)) > 1:
                 self._move_between_devices(stack)
             if perturb:
                 stack.enter_context(perturbed(self.titles))
-            return self._run(piped)
+            return self._run(pipelined)
 
     def _move_between_devices(self, stack: ExitStack) -> None:
         """Move the arguments of layers to their devices, and their outputs back."""

@@ -101,17 +101,17 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
     """
     parities: dict[PipedModule, Parity] = {}
 
-    def check(taken: PipedModule, program: Program, values: Sequence[Any]) -> None:
+    def check(piped: PipedModule, program: Program, values: Sequence[Any]) -> None:
         # Its program was recorded from a forward, which one process cannot run.
-        if not (taken.frontend.takes_batch or taken.pipeline.layout.spread):
-            call.record(taken, program)
-        if taken not in parities:
-            parities[taken] = verify_run(taken, program, values, tolerance=tolerance)
-        if len(parities) == len(call.piped) and not call.titles:
+        if not (piped.frontend.takes_batch or piped.pipeline.layout.spread):
+            call.record(piped, program)
+        if piped not in parities:
+            parities[piped] = verify_run(piped, program, values, tolerance=tolerance)
+        if len(parities) == len(call.piped_modules) and not call.titles:
             raise _AllVerified
 
     with exclusive(call.pipelines):
-        checks = Journal().changed((Attributes(piped), "check", check) for piped in call.piped)
+        checks = Journal().changed((Attributes(x), "check", check) for x in call.piped_modules)
         with call.isolated(), checks, suppress(_AllVerified):
             call()
         if not parities:
@@ -147,11 +147,11 @@ class _AllVerified(BaseException):
 
 
 def verify_run(
-    taken: PipedModule, program: Program, values: Sequence[Any], *, tolerance: float | None = None
+    piped: PipedModule, program: Program, values: Sequence[Any], *, tolerance: float | None = None
 ) -> Parity:
     """Verify one run of a module that runs as a pipeline, with these values as inputs."""
-    layers = taken.module if taken.frontend.takes_batch else None
-    subject = VerifiedProgram(taken.pipeline, program, layers)
+    layers = piped.module if piped.frontend.takes_batch else None
+    subject = VerifiedProgram(piped.pipeline, program, layers)
     return verify_program(subject, unpacked(values), tolerance)
 
 
@@ -202,7 +202,7 @@ class FirstBatchVerifier:
     is not where another module loops over its blocks.
 
     Args:
-        piped: The modules that run as pipelines.
+        modules: The modules that run as pipelines.
         on_result: Called with the result of each verification.
         sample: Whether only whole calls are verified, with a few of their rows, and only what
             differs is a result.
@@ -210,49 +210,49 @@ class FirstBatchVerifier:
 
     def __init__(
         self,
-        piped: Sequence[PipedModule],
+        modules: Sequence[PipedModule],
         on_result: Callable[[Parity], None],
         *,
         sample: bool = False,
     ) -> None:
-        self._piped = piped
+        self._modules = modules
         self._on_result = on_result
         self._sample = sample
         self._done: set[PipedModule] = set()
-        frontends = [taken.frontend for taken in piped if not taken.frontend.takes_batch]
+        frontends = [piped.frontend for piped in modules if not piped.frontend.takes_batch]
         self._handles = {
             owner: owner.register_forward_pre_hook(self._before_call, with_kwargs=True)
             for owner in dict.fromkeys(frontend.owner for frontend in frontends)
         }
-        for taken in () if sample else piped:
-            taken.check = self._before_run
+        for piped in () if sample else modules:
+            piped.check = self._before_run
 
     def remove(self) -> None:
         """Verify no more."""
         for handle in self._handles.values():
             handle.remove()
-        for taken in self._piped:
-            taken.check = None
+        for piped in self._modules:
+            piped.check = None
 
     def _before_call(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
-        of_owner = [taken for taken in self._piped if taken.frontend.owner is owner]
-        piped = [taken for taken in of_owner if taken not in self._done]
-        if not piped or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
+        of_owner = [piped for piped in self._modules if piped.frontend.owner is owner]
+        new = [piped for piped in of_owner if piped not in self._done]
+        if not new or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
             return
-        self._done.update(piped)
+        self._done.update(new)
         forward = partial(_forward_of, owner)  # installed or not, whichever it is by then
-        call = WholeCall(owner, piped, forward, args, kwargs)
+        call = WholeCall(owner, new, forward, args, kwargs)
         parity = verify_sample(call) if self._sample else verify_call(call)
         if parity is not None:
             self._handles[owner].remove()
             self._on_result(parity)
         elif not self._sample:  # a call without them
-            self._done.difference_update(piped)
+            self._done.difference_update(new)
 
-    def _before_run(self, taken: PipedModule, program: Program, values: Sequence[Any]) -> None:
-        if taken not in self._done and _trains(taken.module):
-            self._done.add(taken)
-            self._on_result(verify_run(taken, program, values))
+    def _before_run(self, piped: PipedModule, program: Program, values: Sequence[Any]) -> None:
+        if piped not in self._done and _trains(piped.module):
+            self._done.add(piped)
+            self._on_result(verify_run(piped, program, values))
 
 
 def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
