@@ -24,9 +24,7 @@ WHOLE: Reading = 0
 
 def leaves_in(tree: Any) -> list[tuple[Path, Any]]:
     """Return every leaf in tuples, lists and dicts, with its path."""
-    leaves: list[tuple[Path, Any]] = []
-    _collect(tree, (), leaves, [])
-    return leaves
+    return Arguments(tree).leaves
 
 
 def map_leaves(function: Callable[[Path, Any], Any], tree: Any) -> Any:
