@@ -138,11 +138,11 @@ def check_contents(checkpoint: Any, path: str | Path) -> None:
     """Raise if the contents of a file were not saved by a Trainer."""
     if isinstance(checkpoint, Mapping) and _VERSION in checkpoint:
         return
-    found = f"a {type(checkpoint).__name__}"
+    kind = f"a {type(checkpoint).__name__}"
     if isinstance(checkpoint, Mapping):
-        found += f" with {', '.join(map(repr, islice(checkpoint, _KEYS))) or 'nothing'}"
-        found += f" and {len(checkpoint) - _KEYS} more" * (len(checkpoint) > _KEYS)
+        kind += f" with {', '.join(map(repr, islice(checkpoint, _KEYS))) or 'nothing'}"
+        kind += f" and {len(checkpoint) - _KEYS} more" * (len(checkpoint) > _KEYS)
     raise RuntimeError(
         f"the checkpoint {path} must be a file that a Trainer has saved, which has "
-        f"{_VERSION!r}: got {found}. Weights alone are for model.load_state_dict(torch.load(...))."
+        f"{_VERSION!r}: got {kind}. Weights alone are for model.load_state_dict(torch.load(...))."
     )

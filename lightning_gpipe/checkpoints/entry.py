@@ -79,10 +79,10 @@ class MeasuredBalances:
             return sizes
         if balance != FROM_CHECKPOINT:
             return balance
-        found = f"{sizes} for {sum(sizes)} units" if sizes else "none"
+        content = f"{sizes} for {sum(sizes)} units" if sizes else "none"
         raise ValueError(
             "balance='checkpoint' takes the balance that a checkpoint has, which must fit: got "
-            f"{found}, for the {units} units of {piped.name} and {devices} devices. Resume with "
+            f"{content}, for the {units} units of {piped.name} and {devices} devices. Resume with "
             "ckpt_path=, from a run with balance='time' or 'memory', or write balance='time'."
         )
 

@@ -237,8 +237,8 @@ def spec_of(kind: type | str | None, context: Any, children: list[Any]) -> Struc
     """
     if kind is None:
         return LEAF_SPEC
-    known = issubclass(context, tuple) if kind == _NAMED else kind in _pytree.SUPPORTED_NODES
-    if not known:
+    exists = issubclass(context, tuple) if kind == _NAMED else kind in _pytree.SUPPORTED_NODES
+    if not exists:
         raise TypeError(f"the nodes of a tree must be of registered classes: got {kind}.")
     return _pytree.TreeSpec(namedtuple if kind == _NAMED else kind, context, children)
 

@@ -68,8 +68,8 @@ def loss_term(
             from the loss. Without gradients it is dropped.
     """
     if not isinstance(value, Tensor) or value.dim() > 0:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-        raise TypeError(f"the loss term {name!r} must be a 0-dim tensor: got {found}.")
+        content = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+        raise TypeError(f"the loss term {name!r} must be a 0-dim tensor: got {content}.")
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction must be 'sum' or 'mean': got {reduction!r} for {name!r}.")
     receiver = term_receiver.get()
@@ -127,9 +127,9 @@ def reduced(
     micro-batches have different terms.
     """
     if len({tuple(term[:1] + term[2:3] for term in terms) for terms in microbatches}) > 1:
-        found = [[f"{term.name} ({term.reduction})" for term in terms] for terms in microbatches]
+        names = [[f"{term.name} ({term.reduction})" for term in terms] for terms in microbatches]
         raise ValueError(
-            f"layers must hand out the same loss terms for each micro-batch: got {found}."
+            f"layers must hand out the same loss terms for each micro-batch: got {names}."
         )
     for terms in zip(*microbatches, strict=True):
         first, values = terms[0], [term.value for term in terms]

@@ -40,19 +40,19 @@ def walk_program(
             it needs by number, on the device of its stage; returns the values that it makes.
     """
     skips: Table = {}
-    known = dict(zip(program.inputs, values, strict=True))
+    by_number = dict(zip(program.inputs, values, strict=True))
     sources: dict[int, torch.device] = {}  # of the values that parts have made
     for k, (stage, part) in enumerate(zip(stages, program.parts, strict=True)):
-        numbers = {number for step in part.steps for number in step.needs} & known.keys()
-        needed = {n: _moved(known[n], sources.get(n), stage.device) for n in numbers}
+        numbers = {number for step in part.steps for number in step.needs} & by_number.keys()
+        needed = {n: _moved(by_number[n], sources.get(n), stage.device) for n in numbers}
         for route in stage.arriving:
             if route.name in skips:  # else an earlier part of the stage has popped it
                 skips[route.name] = _moved(skips[route.name], None, stage.device)
         with following(stage), current(stage.device), using_table(skips):
             made = visit(k, part.call, needed)
-        known |= made
+        by_number |= made
         sources |= dict.fromkeys(made, stage.device)
-    return [_moved(known[n], sources.get(n), stages[-1].device) for n in program.outputs]
+    return [_moved(by_number[n], sources.get(n), stages[-1].device) for n in program.outputs]
 
 
 def following(stage: Stage) -> Manager:

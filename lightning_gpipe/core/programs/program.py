@@ -59,10 +59,10 @@ class Part:
 
     def call(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """Make the calls one by one, with the values of these numbers; return those they make."""
-        known = dict(values)
+        by_number = dict(values)
         for step in self.steps:
-            known[step.value] = step(known)
-        return {step.value: known[step.value] for step in self.steps}
+            by_number[step.value] = step(by_number)
+        return {step.value: by_number[step.value] for step in self.steps}
 
     @cached_property
     def signature(self) -> str:

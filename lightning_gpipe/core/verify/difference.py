@@ -267,11 +267,11 @@ def most_exact(comparisons: Sequence[Comparison]) -> Comparison:
     kinds = list(comparisons[0].compared)
 
     def order(each: Comparison) -> tuple[bool, bool, int, int]:
-        found = each.difference
-        if found is None:
+        difference = each.difference
+        if difference is None:
             return True, True, 0, 0
-        explained = found.reason is not None and each.unrepeatable is None
-        return False, explained, kinds.index(found.kind), len(found.suspects)
+        explained = difference.reason is not None and each.unrepeatable is None
+        return False, explained, kinds.index(difference.kind), len(difference.suspects)
 
     compared = {
         kind: list({x.name: x for each in comparisons for x in each.compared[kind]}.values())

@@ -60,8 +60,8 @@ class Verdict(ABC):
     @property
     def explained(self) -> bool:
         """True if there is a difference with a known reason, and plain runs repeat."""
-        known = self.difference is not None and self.difference.reason is not None
-        return known and self.unrepeatable is None
+        has_reason = self.difference is not None and self.difference.reason is not None
+        return has_reason and self.unrepeatable is None
 
     @property
     def faulty(self) -> bool:

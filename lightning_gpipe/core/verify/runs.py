@@ -85,8 +85,8 @@ def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None
     units = [merged(of_unit) if by_rows and of_unit else None for of_unit in outputs]
     # All processes run a backward, though one may have no parameters that are trained.
     ends = leaves_behind(tensors(output).values()) if engine.layout.spread else ()
-    found = named_leaves(output)
-    values = results(subject.module, subject.devices, found, leaves, terms, mask, ends=ends)
+    named = named_leaves(output)
+    values = results(subject.module, subject.devices, named, leaves, terms, mask, ends=ends)
     return Run(values, units, microbatches=m, mask=mask)
 
 
@@ -225,13 +225,10 @@ def gradients_of(
         # What layers keep is not in this loss.
         warnings.filterwarnings("ignore", message=r"torch\.autograd\.grad and backward\(")
         gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True)
-    kept = [
-        gradient.flatten()[:: 1 + gradient.numel() // _THIN]
-        if thin and gradient is not None
-        else gradient
-        for gradient in gradients
+    parts = [
+        x.flatten()[:: 1 + x.numel() // _THIN] if thin and x is not None else x for x in gradients
     ]
-    return [None if gradient is None else on_cpu(gradient) for gradient in kept]
+    return [None if x is None else on_cpu(x) for x in parts]
 
 
 def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:

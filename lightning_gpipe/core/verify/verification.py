@@ -135,10 +135,10 @@ def verify_sample(call: WholeCall) -> Parity | None:
     by_batch = any(map(normalises_by_batch, call.module.modules()))
     with exclusive(call.pipelines), in_chunks(call.pipelines, 2), suppress(Exception):
         comparison = call.compare(chunks=1 if by_batch else 2)
-        found = Parity(2, *comparison, of_programs=True)
-        if found.surely_faulty:
+        sampled = Parity(2, *comparison, of_programs=True)
+        if sampled.surely_faulty:
             parity = verify_call(call)
-            return parity if parity is not None and parity.faulty else found
+            return parity if parity is not None and parity.faulty else sampled
     return None
 
 
@@ -188,8 +188,8 @@ def _compare_together(
     stages = {layout.owner_of(j): j for j in range(layout.n)}.values()
     differs = search.first(plain, other) is not None
     reruns = {}
-    found = [everywhere(j, lambda: differs) for j in stages]
-    if any(found):
+    differing = [everywhere(j, lambda: differs) for j in stages]
+    if any(differing):
         reruns = {perturb: rerun(perturb) for perturb in (False, True)}
     own = search.compare(plain, other, reruns.__getitem__)
     return most_exact([everywhere(j, lambda: own) for j in stages])

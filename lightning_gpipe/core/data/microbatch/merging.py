@@ -91,10 +91,10 @@ def _texts_per_row(
 
 def _common_value(k: int, values: Sequence[Any]) -> Any:
     if not all(_same(value, values[0]) for value in values):
-        found = [list(value) if isinstance(value, Entries) else value for value in values]
+        contents = [list(value) if isinstance(value, Entries) else value for value in values]
         raise ValueError(
             "an output without a row per sample, one that is not a tensor or is marked by "
-            f"whole(), must be the same for all micro-batches: got {found} for leaf {k}. "
+            f"whole(), must be the same for all micro-batches: got {contents} for leaf {k}. "
             "Return it as a tensor with a row per sample."
         )
     return values[0]

@@ -39,12 +39,12 @@ class RowOrder:
         if self.permutation is None:
             return leaf
         if len(leaf) != len(self.lengths):
-            found = f"{len(leaf)} values"
+            size = f"{len(leaf)} values"
             if isinstance(leaf, Tensor):
-                found = f"shape {tuple(leaf.shape)}"
+                size = f"shape {tuple(leaf.shape)}"
             raise ValueError(
                 f"outputs must have the {len(self.lengths)} rows of the batch, to be put back in "
-                f"its order: got {found}. Write sort=False if the layers change the number of rows."
+                f"its order: got {size}. Write sort=False if the layers change the number of rows."
             )
         return permuted(leaf, self.permutation.argsort())
 

@@ -186,13 +186,13 @@ def _is_texts(value: Any) -> bool:
 def _refuse_ambiguous(path: str, value: Sequence[Any]) -> None:
     rows = len(value)
     if isinstance(value, tuple) and not all(isinstance(x, str | bytes) for x in value):
-        found = f"a tuple of {rows} values, which may also be settings, such as a size"
+        what = f"a tuple of {rows} values, which may also be settings, such as a size"
     elif all(isinstance(x, list | tuple) and len(x) == rows for x in value):
-        found = f"{rows} lists of {rows} values each, where either may be the rows"
+        what = f"{rows} lists of {rows} values each, where either may be the rows"
     else:
         return
     raise ValueError(
         f"it must be clear which values of a mini-batch there are for each row: got input{path} in "
-        f"a mini-batch of {rows} rows, {found}. Pass a list or a tensor with an entry per row, or "
+        f"a mini-batch of {rows} rows, {what}. Pass a list or a tensor with an entry per row, or "
         "write whole(value), from lightning_gpipe, if every micro-batch needs all of it."
     )

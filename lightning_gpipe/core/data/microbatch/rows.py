@@ -248,16 +248,16 @@ def _check_rows(columns: Sequence[Sequence[Any]], dims: Sequence[int], sizes: li
 def _no_common_rows(batch: Any, dims: Sequence[int]) -> str:
     named = zip(named_leaves(batch), dims, strict=True)
     tensors = [(name, leaf, dim) for (name, leaf), dim in named if isinstance(leaf, Tensor)]
-    found = ", ".join(f"input{name} of shape {tuple(leaf.shape)}" for name, leaf, _ in tensors)
+    shapes = ", ".join(f"input{name} of shape {tuple(leaf.shape)}" for name, leaf, _ in tensors)
     if not any(has_rows(leaf) for _, leaf, _ in tensors):
         return (
             "the pipeline's input must hold a tensor with a batch dimension to split into "
-            f"micro-batches: got {found or f'no tensor in {type(batch).__name__}'}."
+            f"micro-batches: got {shapes or f'no tensor in {type(batch).__name__}'}."
         )
     where = " and ".join(map(str, sorted({dim for _, leaf, dim in tensors if has_rows(leaf)})))
     others = "" if where == "0" else " Rows(dim={...}) gives the dim of single entries."
     return (
-        f"all tensors of a batch must have the same size in dim {where}: got {found}. Write "
+        f"all tensors of a batch must have the same size in dim {where}: got {shapes}. Write "
         f"whole(tensor), from lightning_gpipe, for one that every micro-batch needs as a whole."
         f"{others} Pad one that has several values per row, such as the indices of "
         "nn.EmbeddingBag, to the shape (rows, longest)."

@@ -226,18 +226,18 @@ class LoopRecording:
         if self.tape.programs:
             self._use(self.tape.until(self._count))
             self.outsides.number_as_on(self.tape)
-        knowledge, known, readings, trial = self._learner.learn(call, Arguments(arguments), check)
+        knowledge, inputs, readings, trial = self._learner.learn(call, Arguments(arguments), check)
         leaves = [
             self._describe(leaf, readings.get(path), knowledge.readings.get(path), call)
-            for path, leaf in known.leaves
+            for path, leaf in inputs.leaves
         ]
-        number = self.tape.add(call, known, leaves, knowledge)
+        number = self.tape.add(call, inputs, leaves, knowledge)
         if trial is not None:
             flat = knowledge.result.flat(trial.result)
             assert flat is not None, "the structure is that of this result"
             self.samples[number] = flat[0] if knowledge.result.single else flat
         self._count += 1
-        self._compare(call, known)
+        self._compare(call, inputs)
         return self.tape.entries[-1], arguments
 
     def _rehearsed(self, stage: int, function: Callable[[], Any]) -> Any:

@@ -52,10 +52,10 @@ def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[
         entries.setdefault(piped, Entry(layers[piped], program, own))
         if len(entries) == len(modules):
             raise _AllReached
-        known = dict(zip(program.inputs, values, strict=True))
+        by_number = dict(zip(program.inputs, values, strict=True))
         for part in program.parts:
-            known |= part.call(known)
-        return [known[number] for number in program.outputs]
+            by_number |= part.call(by_number)
+        return [by_number[number] for number in program.outputs]
 
     root = modules[0].root
     devices = {parameter.device for parameter in root.parameters()}

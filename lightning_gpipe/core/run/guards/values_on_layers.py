@@ -80,7 +80,7 @@ class ValuesOnLayers:
                 "micro-batch 0, for which stages may be at work yet. Pass it to the layers with "
                 "their input, which goes with its micro-batch."
             )
-        return [x for found in values.values() for x in found if isinstance(x, Tensor)]
+        return [x for items in values.values() for x in items if isinstance(x, Tensor)]
 
     def at_end(self, i: int) -> None:
         """Raise RuntimeError if they are others at the end of the code for micro-batch ``i``."""
@@ -111,9 +111,9 @@ class ValuesOnLayers:
 
     def _changed(self, values: dict[str, list[Any]]) -> str | None:
         """Return the name of a value that is another than for micro-batch 0."""
-        for name, found in values.items():
+        for name, items in values.items():
             first = self._first.get(name, [])
-            if len(found) != len(first) or not all(map(_equal, found, first)):
+            if len(items) != len(first) or not all(map(_equal, items, first)):
                 return name
         return None
 

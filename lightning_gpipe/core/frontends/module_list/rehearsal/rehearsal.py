@@ -312,12 +312,12 @@ def _leaf_with_rows(leaf: Any, values: Sequence[Any], probes: Sequence[Sequence[
     return None
 
 
-def _has_rows(found: Tensor, full: Tensor, cut: Cut, probe: Sequence[int]) -> bool:
+def _has_rows(result: Tensor, full: Tensor, cut: Cut, probe: Sequence[int]) -> bool:
     """Return whether the rows of a probe have the results that they have among all rows."""
     if len(probe) < _PROBED:
-        return same(few_of(full, cut, _PROBED, probe), found, close=True)
-    kept = [k for k, row in enumerate(probe) if k == row]
-    some, others = (few_of(x, cut, _PROBED, kept) for x in (full, found))
+        return same(few_of(full, cut, _PROBED, probe), result, close=True)
+    same_rows = [k for k, row in enumerate(probe) if k == row]
+    some, others = (few_of(x, cut, _PROBED, same_rows) for x in (full, result))
     return same(some, others, close=True)
 
 
