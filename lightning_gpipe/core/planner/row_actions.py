@@ -52,8 +52,8 @@ class RowActions(NamedTuple):
     def rows(self) -> Iterator[RowActions]:
         """Yield the actions of each worker."""
         for first, last in pairwise(self.begins.tolist()):
-            row = slice(first, last)
-            yield RowActions(self.kinds[row], self.i[row], self.j[row], self.begins[:0])
+            row, begins = slice(first, last), np.array([0, last - first])
+            yield RowActions(self.kinds[row], self.i[row], self.j[row], begins)
 
 
 def row_actions(

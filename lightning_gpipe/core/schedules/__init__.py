@@ -20,7 +20,7 @@ from lightning_gpipe.core.schedules.host_moves import (
     offloaded_by_stage,
     weight_moves,
 )
-from lightning_gpipe.core.schedules.patterns import Pattern, Visits
+from lightning_gpipe.core.schedules.patterns import Pattern
 from lightning_gpipe.core.schedules.placement import counted, folded, looped
 from lightning_gpipe.core.schedules.recompute import (
     ActivationCheckpointing,
@@ -66,7 +66,6 @@ __all__ = [
     "ScheduleKind",
     "ScheduleName",
     "Span",
-    "Visits",
     "WeightMoves",
     "activation_moves",
     "as_block",
