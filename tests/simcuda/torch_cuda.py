@@ -193,13 +193,21 @@ def _memory(simulation: Simulation) -> dict[str, Any]:
 
 def _properties(simulation: Simulation) -> dict[str, Any]:
     name, (major, minor) = "simulated GPU", (7, 0)
-    properties = SimpleNamespace(
-        name=name, major=major, minor=minor, total_memory=2**34, multi_processor_count=1
-    )
+    properties = [
+        SimpleNamespace(
+            name=name,
+            major=major,
+            minor=minor,
+            total_memory=2**34,
+            multi_processor_count=1,
+            uuid=f"simulated-{index}",  # the same one in all processes
+        )
+        for index in range(simulation.devices)
+    ]
     return {
         "get_device_name": lambda device=None: name,
         "get_device_capability": lambda device=None: (major, minor),
-        "get_device_properties": lambda device=None: properties,
+        "get_device_properties": lambda device=None: properties[_index(device)],
         "is_bf16_supported": lambda including_emulation=True: True,
     }
 

@@ -41,12 +41,13 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-_GROUPS: dict[int, dist.ProcessGroup] = {}  # on a rank, by their sizes
+_GROUPS: dict[tuple[int, str], dist.ProcessGroup] = {}  # on a rank, by sizes and backends
+NCCL = "cpu:gloo,cuda:nccl"
 
 
-def group_of(size: int) -> dist.ProcessGroup:
-    """On a rank: the process group of the first ``size`` ranks."""
-    return _GROUPS[size]
+def group_of(size: int, backend: str = "gloo") -> dist.ProcessGroup:
+    """On a rank: the process group of the first ``size`` ranks, which on GPUs may be over NCCL."""
+    return _GROUPS[size, backend]
 
 
 class Failed(AssertionError):
@@ -207,8 +208,16 @@ def join_group(rank: int, size: int, store: str) -> None:
         world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    for k in range(1, size + 1):
-        _GROUPS[k] = dist.new_group(range(k))
+    backends = ["gloo"]
+    if torch.cuda.device_count() >= size:
+        if _SIMULATED:
+            from tests.simcuda.nccl import provide_nccl
+
+            provide_nccl()
+        backends += [NCCL] if dist.is_nccl_available() else []
+    for backend in backends:
+        for k in range(1, size + 1):
+            _GROUPS[k, backend] = dist.new_group(range(k), backend=backend)
 
 
 def _serve(rank: int, size: int, store: str, path: list[str], end: Connection) -> None:

@@ -52,7 +52,7 @@ def lay_out_all(
     cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
     workers_on = choose_devices(devices, *map(len, cuts))
     names = [piped.name for piped in modules]
-    connection, rank = join_processes(owners, len(workers_on), group, lost_after, names)
+    connection, rank = join_processes(owners, workers_on, group, lost_after, names)
     placing = folded if folds else looped
     layouts = []
     for piped, partitions in zip(modules, cuts, strict=True):

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.gossip import Gossip
@@ -31,6 +31,7 @@ from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger,
 from lightning_gpipe.core.transport.process_group.requests import Requests
 from lightning_gpipe.core.transport.process_group.tree import Tree
 from lightning_gpipe.core.transport.process_group.whereabouts import OWN, Waits, ranges_of
+from lightning_gpipe.core.transport.process_group.wire.channels import Channels
 from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
@@ -61,6 +62,7 @@ class Office:
         group: The process group of the owners of the pipelines, for host tensors.
         ranks: Their global ranks.
         lost_after: How long a process may be silent until it is lost.
+        store: Where GPUs of two processes find one another; None if no two will.
 
     Attributes:
         ranks: The global ranks of the connected processes.
@@ -71,7 +73,11 @@ class Office:
     """
 
     def __init__(
-        self, group: ProcessGroupGloo, ranks: Sequence[int], lost_after: timedelta
+        self,
+        group: ProcessGroupGloo,
+        ranks: Sequence[int],
+        lost_after: timedelta,
+        store: Store | None = None,
     ) -> None:
         self.ranks = ranks
         self._lost_after = lost_after
@@ -96,7 +102,8 @@ class Office:
         self._listens = False
         self._lost_at = math.inf  # when a loss became known
         self.on_lost: Callable[[Sequence[int], str], None] | None = None
-        self.links = Links(group, self)
+        self._channels = Channels(store, self._rank)
+        self.links = Links(group, self, self._channels)
 
     def open(self) -> None:
         """Be ready for exchanges, until :meth:`pause` or :meth:`close`."""
@@ -224,9 +231,11 @@ class Office:
     def _abort(self) -> None:
         """End all connections, and all threads that wait for them."""
         self.ledger.lose([], Failure((self._rank,), "has ended its pipeline"))
+        self._channels.abort()
         self.links.abort()
         self.links.join(TELL_TIMEOUT)
         self.links.end()
+        self._channels.join()
         self._user_collectives.join()  # see Note [Threads end before the interpreter]
 
     def _is_news(self, header: Header) -> bool:
@@ -364,6 +373,7 @@ class Office:
             recipient = self._recipient
         if not first:
             return
+        self._channels.abort()
         # Before anything else: they see next that this process ends.
         told = failure._replace(how=others or failure.how)
         self._spread(Header(MessageCode.LOST, 0), told.encode(), but=but)

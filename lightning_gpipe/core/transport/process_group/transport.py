@@ -26,10 +26,12 @@ from lightning_gpipe.core.transport.interface import (
     Transport,
 )
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
+from lightning_gpipe.core.transport.process_group.connecting.gpus import GpuTable
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
 from lightning_gpipe.core.transport.process_group.ledger import Failure, names_of
 from lightning_gpipe.core.transport.process_group.mismatch import PHASES, difference
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair, is_dense
 
 _END = Route(SkipName(None, "end"), CALLER, CALLER)  # of a phase, for those who get no result
 
@@ -61,6 +63,7 @@ class ProcessGroupExchange(LocalExchange):
         self._pipelines = connection.pipelines
         self._office = connection.office
         self._links = connection.office.links
+        self._gpus = connection.gpus
         self._error: RankFailed | OutOfStep | None = None
         self._bits: Callable[[], int] = int
         self._holds = False
@@ -119,7 +122,10 @@ class ProcessGroupExchange(LocalExchange):
         self.receive(self.phase.last_result, _END if self._at_last else None)
 
     def _post(self, rank: int, to: Action, value: FlatTree, skip: Route | None) -> None:
-        self._links.post(rank, self._header_now(), self._mail(to, value, skip))
+        mail = self._mail(to, value, skip)
+        if self._gpus is not None:
+            mail = mail._replace(gpus=self._gpus_between(mail, self._gpus))
+        self._links.post(rank, self._header_now(), mail)
 
     def _post_to_all(self, to: Action, value: FlatTree, skip: Route | None) -> None:
         mail = self._mail(to, value, skip)
@@ -192,12 +198,22 @@ class ProcessGroupExchange(LocalExchange):
         on_device = [isinstance(x, Tensor) and x.device.type != "cpu" for x in value.leaves]
         return Mail(to, number, value, on_device)
 
+    def _gpus_between(self, mail: Mail, gpus: GpuTable) -> GpuPair | None:
+        """Return the GPUs between which all device tensors of a value go straight, or None."""
+        leaves = zip(mail.value.leaves, mail.on_device, strict=True)
+        tensors = [leaf for leaf, moves in leaves if moves]
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1 or not all(map(is_dense, tensors)):
+            return None
+        j = min(max(mail.to.j, 0), self._layout.n - 1)
+        return gpus.pair(devices.pop(), self._layout.placement[j])
+
     def _moved(self, mail: Mail) -> Parcel:
         """Copy the tensors of a value that go to the device of its stage."""
         leaves = list(mail.value.leaves)
         places = [k for k, moves in enumerate(mail.on_device) if moves]
-        if not places:
-            return mail.value, None
+        if mail.ready is not None or not places:  # it came straight, or stays on the host
+            return mail.value, mail.ready
         device = self._copies.device_at(mail.to.j)
         copies, ready = self._copies.send([leaves[k] for k in places], None, device)
         for k, leaf in zip(places, copies, strict=True):

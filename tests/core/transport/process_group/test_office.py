@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.office import Office
+from lightning_gpipe.core.transport.process_group.wire.channels import Channels
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
     FRAME,
     open_message,
@@ -194,7 +195,7 @@ def test_loss_that_another_connection_tells_of_a_process_that_is_heard() -> None
 def test_process_that_has_ended_is_told_but_not_awaited() -> None:
     """Once one that ended last waited for five seconds: the others read nothing any more."""
     group: Any = PlayedGroup(stopped=True)
-    links = Links(group, NOBODY)
+    links = Links(group, NOBODY, Channels(None, 0))
     links.start()
     links[1].rest()
 
@@ -209,7 +210,7 @@ def test_process_that_has_ended_is_told_but_not_awaited() -> None:
 def test_heartbeat_of_hours_to_a_process_that_has_ended() -> None:
     """Once it waited for the first of a thousand beats, so the others took it for lost."""
     group: Any = PlayedGroup(stopped=True)
-    links = Links(group, NOBODY)
+    links = Links(group, NOBODY, Channels(None, 0))
 
     def beat() -> None:
         for _ in range(1_010):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
@@ -17,6 +18,7 @@ from torch.distributed.distributed_c10d import (
 
 from lightning_gpipe.core.transport.interface import OutOfStep, RankFailed
 from lightning_gpipe.core.transport.process_group.connecting.address import device_for
+from lightning_gpipe.core.transport.process_group.connecting.gpus import GpuTable, over_nccl
 from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
     call_with_timeout,
     store_barrier,
@@ -43,7 +45,7 @@ def start_timeout(lost_after: timedelta | None) -> timedelta:
 
 def join_processes(
     owners: Sequence[int] | None,
-    workers: int,
+    devices: Sequence[torch.device],
     group: dist.ProcessGroup | None,
     lost_after: timedelta | None = None,
     pipelines: Sequence[str] = ("module",),
@@ -52,7 +54,7 @@ def join_processes(
 
     Args:
         owners: For each worker, the rank of the process that runs it; None for this process.
-        workers: The number of workers.
+        devices: For each worker, its device; those of other processes are not looked at.
         group: The process group of these ranks; None for all processes.
         lost_after: How long a process may be silent until it is lost; None for 30 seconds.
         pipelines: The names of the pipelines that are made together.
@@ -73,10 +75,10 @@ def join_processes(
         )
     if owners is None:
         return None, 0
-    if len(owners) != workers:
+    if len(owners) != len(devices):
         raise ValueError(
             f"owners must have a rank for each worker: got {len(owners)}, owners={list(owners)}, "
-            f"for {workers} workers. Give a rank for each device."
+            f"for {len(devices)} workers. Give a rank for each device."
         )
     if not dist.is_initialized():
         raise RuntimeError(
@@ -91,18 +93,31 @@ def join_processes(
             f"{list(owners)} for {size} processes. Write the ranks 0 to {size - 1}, each at least "
             "once."
         )
-    return connect(group, lost_after, pipelines), rank
+    workers = enumerate(zip(owners, devices, strict=True))
+    own = {w: device for w, (owner, device) in workers if owner == rank}
+    return connect(group, lost_after, pipelines, own), rank
 
 
 def connect(
-    group: dist.ProcessGroup | None, lost_after: timedelta | None, pipelines: Sequence[str]
+    group: dist.ProcessGroup | None,
+    lost_after: timedelta | None,
+    pipelines: Sequence[str],
+    devices: Mapping[int, torch.device] | None = None,
 ) -> Connection:
-    """Connect the processes of a group, all at once; see :func:`join_processes`."""
+    """Connect the processes of a group, all at once; see :func:`join_processes`.
+
+    ``devices`` are those of the workers of this process, by their numbers.
+    """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     peers = Peers(dist.group.WORLD, tuple(ranks), lost_after or _LOST_AFTER)
     latest = SharedOffice.enter_latest(peers)
     try:
-        return Connection(_common_office(peers, dist.get_rank(group), latest), pipelines)
+        shared = _common_office(peers, dist.get_rank(group), latest)
+        connection = Connection(shared, pipelines)
+        if devices and over_nccl(group):
+            store = PrefixStore(f"gpus {connection.first}", _store_of(shared.name))
+            connection.gpus = GpuTable(store, devices, peers.lost_after)
+        return connection
     finally:
         if latest is not None:
             latest.leave()
@@ -171,7 +186,7 @@ class Lifeline:
 
 def _common_office(peers: Peers, rank: int, latest: SharedOffice | None) -> SharedOffice:
     """Return the latest office of this process if all processes have it, or a new one."""
-    store = PrefixStore("lightning_gpipe", _get_default_store())
+    store = _store_of()
     offer = "" if latest is None else latest.state
 
     def check() -> None:
@@ -187,8 +202,14 @@ def _common_office(peers: Peers, rank: int, latest: SharedOffice | None) -> Shar
     name = call_with_timeout(3 * patience, agree, message)
     if latest is not None and name == offer:
         return latest
-    make = partial(_new_office, PrefixStore(signature(name), store), rank, peers)
+    make = partial(_new_office, _store_of(name), rank, peers)
     return SharedOffice(call_with_timeout(patience, make, message), peers, name)
+
+
+def _store_of(office: str | None = None) -> Store:
+    """Return the store of an office by its name, or the one in which they are agreed on."""
+    store = PrefixStore("lightning_gpipe", _get_default_store())
+    return store if office is None else PrefixStore(signature(office), store)
 
 
 def _new_office(store: Store, rank: int, peers: Peers) -> Office:
@@ -203,7 +224,7 @@ def _new_office(store: Store, rank: int, peers: Peers) -> Office:
     options._devices = [device_for()]
     try:
         group = ProcessGroupGloo(store, rank, len(peers.ranks), options)
-        return Office(group, peers.ranks, peers.lost_after)
+        return Office(group, peers.ranks, peers.lost_after, PrefixStore("channels", store))
     except RuntimeError as error:
         seconds = peers.lost_after.total_seconds()
         raise RuntimeError(

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
 
+from lightning_gpipe.core.transport.process_group.connecting.gpus import GpuTable
 from lightning_gpipe.core.transport.process_group.office import Office
 
 
@@ -39,6 +40,7 @@ class SharedOffice:
     """An office with a name that is the same in all processes, and the connections that share it.
 
     Attributes:
+        name: The name.
         pipelines: The names of all pipelines so far, by their numbers.
         keepers: The connections for which other processes hear this one.
     """
@@ -48,7 +50,7 @@ class SharedOffice:
         self.pipelines: list[str] = []
         self.keepers: WeakSet[Connection] = WeakSet()
         self._peers = peers
-        self._name = name
+        self.name = name
         self._process = os.getpid()
         self._users = 0
         office.on_lost = partial(_spread_loss, peers.world)
@@ -83,7 +85,7 @@ class SharedOffice:
     @property
     def state(self) -> str:
         """A text that is the same in all processes that have done the same."""
-        return ":".join(map(str, (self._name, len(self.pipelines), *self.office.ledger.state)))
+        return ":".join(map(str, (self.name, len(self.pipelines), *self.office.ledger.state)))
 
     def enter(self, pipelines: Sequence[str]) -> int:
         """Share the office, for pipelines of these names; return the number of the first."""
@@ -116,6 +118,7 @@ class Connection:
         office: Sends and receives for all pipelines over these processes.
         pipelines: The names of all of them, by their numbers.
         first: The number of the first of its own.
+        gpus: The GPUs of their workers, if tensors go straight between them.
     """
 
     def __init__(self, shared: SharedOffice, pipelines: Sequence[str]) -> None:
@@ -123,6 +126,7 @@ class Connection:
         self.pipelines = shared.pipelines
         self._keepers = shared.keepers
         self.first = shared.enter(pipelines)
+        self.gpus: GpuTable | None = None
         weakref.finalize(self, shared.leave)
 
     def keep(self) -> None:

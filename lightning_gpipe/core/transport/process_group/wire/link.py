@@ -4,6 +4,8 @@ Sending returns at once; the memory must stay unchanged until the send has compl
 receives all messages in order, and delivers them. Both need a backend that sends and receives host
 tensors, such as Gloo.
 
+The tensors of a value that go straight between GPUs follow it on a channel.
+
 Gloo connects two processes when the first message goes between them, and waits until both have one.
 So a link connects on its own thread, or before it starts, and sends wait in a queue until it has.
 """
@@ -23,6 +25,11 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from lightning_gpipe.core.transport.process_group.wire.channels import (
+    Arrival,
+    ChannelAborted,
+    Channels,
+)
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
     FRAME,
     Envelope,
@@ -113,20 +120,27 @@ class Link:
         group: The process group.
         rank: The other process.
         receiver: Takes what comes.
+        channels: Of the GPUs of this process.
 
     Attributes:
         rests: Whether nothing is received, since one of both has ended.
         connected: Set once both processes have connected.
     """
 
-    def __init__(self, group: ProcessGroupGloo, rank: int, receiver: Receiver) -> None:
+    def __init__(
+        self, group: ProcessGroupGloo, rank: int, receiver: Receiver, channels: Channels
+    ) -> None:
         self.rank = rank
         self._group: Any = group  # the stubs have neither send nor recv
         self._receiver = receiver
+        self._channels = channels
         self.connected = threading.Event()
         self._queue: list[QueuedSend] = []  # until then
         self._failure: BaseException | None = None  # to receive
         self._lock = threading.RLock()  # the parts of a message must stay together
+        # Announcements and their sends must be in one order. It is no matter of the other lock, as
+        # the first send on a channel waits for the other process, which must be told before.
+        self._straight = threading.Lock()
         self._beats: deque[PendingSend] = deque()
         self._envelope = Envelope()  # the values that are held back
         self._envelope_header: Header | None = None  # None if the envelope is empty
@@ -175,6 +189,20 @@ class Link:
             self._envelope.add(body, tensors)
             self._envelope_header = header
             return sends if hold and not self._envelope.full else sends + self.flush()
+
+    def post_straight(self, header: Header, mail: Mail) -> list[PendingSend]:
+        """Announce a value, and send its tensors from GPU to GPU."""
+        assert mail.gpus is not None, "they are known"
+        body, tensors = mail.encode()
+        on_host = [content for content in tensors if content.device.type == "cpu"]
+        on_gpu = [content for content in tensors if content.device.type != "cpu"]
+        with self._straight:
+            sends = self.post(header, body, on_host)
+            try:
+                self._channels.send(self.rank, mail.gpus, on_gpu)
+            except ChannelAborted as error:
+                raise ConnectionBroken(str(error)) from error
+        return sends
 
     def flush(self) -> list[PendingSend]:
         """Send the values that were held back."""
@@ -266,7 +294,8 @@ class Link:
     def _receive_values(self, header: Header, content: memoryview) -> None:
         reader = Reader(content, self._receive_after)
         for body in reader:
-            mail = Mail.decode(body, reader.fill)
+            arrival = Arrival(self._channels, self.rank)
+            mail = Mail.decode(body, reader.fill, arrival.receive)._replace(ready=arrival.ready)
             if header.to == ALL:
                 self._receiver.relay(header, body, reader.tensors)
             self._receiver.deliver(self.rank, header, mail)

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_gpipe.core.transport.process_group.abort import abort_gloo
 from lightning_gpipe.core.transport.process_group.tree import Tree
+from lightning_gpipe.core.transport.process_group.wire.channels import Channels
 from lightning_gpipe.core.transport.process_group.wire.link import (
     ConnectionBroken,
     Link,
@@ -49,14 +50,16 @@ class Links:
     Args:
         group: The process group of all.
         receiver: Takes what comes.
+        channels: Of the GPUs of this process.
 
     Attributes:
         near: The connections to the neighbours in the tree.
     """
 
-    def __init__(self, group: ProcessGroupGloo, receiver: Receiver) -> None:
+    def __init__(self, group: ProcessGroupGloo, receiver: Receiver, channels: Channels) -> None:
         self._group = group
         self._receiver = receiver
+        self._channels = channels
         self._rank = group.rank()
         self._tree = Tree(group.size())
         self._by_rank: dict[int, Link] = {}
@@ -88,7 +91,7 @@ class Links:
             return self._by_rank.get(rank) or self._link_to(rank)
 
     def _link_to(self, rank: int) -> Link:
-        link = self._by_rank[rank] = Link(self._group, rank, self._receiver)
+        link = self._by_rank[rank] = Link(self._group, rank, self._receiver, self._channels)
         return link
 
     def _reach(self, rank: int) -> Link:
@@ -109,7 +112,11 @@ class Links:
     def post(self, rank: int, header: Header, mail: Mail) -> None:
         """Send a value to another process, see :meth:`Link.post`."""
         header = header._replace(origin=self._rank, to=rank)
-        self._send(rank, partial(self._reach(rank).post, header, *mail.encode()))
+        link = self._reach(rank)
+        if mail.gpus is None:
+            self._send(rank, partial(link.post, header, *mail.encode()))
+        else:
+            self._send(rank, partial(link.post_straight, header, mail))
 
     def post_to_all(self, header: Header, mail: Mail, *, hold: bool = False) -> None:
         """Send a value to all other processes, over the tree whose root this one is."""
@@ -150,7 +157,10 @@ class Links:
             self._copies += sends
 
     def settle(self, check: Callable[[], None]) -> None:
-        """Wait until all sends of values but copies have completed, or ``check`` raises."""
+        """Wait until all sends of values but copies have completed, or ``check`` raises.
+
+        For those between GPUs, the streams wait.
+        """
         with self._lock:
             sends, self._sends = self._sends, []
             copies = self._copies if len(self._copies) > _MOST_COPIES else []
@@ -161,6 +171,7 @@ class Links:
             completed = self._event(sends, all)
             while not completed.wait(_POLL):
                 check()
+        self._channels.settle()
 
     def over(self, sends: Sequence[PendingSend]) -> threading.Event:
         """Return an event that is set once each of the sends has completed or failed."""

@@ -12,13 +12,19 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.transport.interface import Label
-from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import pack, unpack
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
+    GpuPair,
+    Receive,
+    pack,
+    unpack,
+)
 
 
 class MessageCode(IntEnum):
@@ -77,23 +83,29 @@ class Mail(NamedTuple):
     Attributes:
         to: The action that needs it.
         route: The route by which it goes; None to the next stage.
-        value: The value; on the host, once it has come.
+        value: The value; on the host, once it has come, or where its tensors came straight.
         on_device: For each leaf, True if it is a tensor that goes to the device of the stage.
+        gpus: The GPUs between which its tensors go straight; None if they go over the host.
+        ready: The event after which tensors that came straight may be read, if any did.
     """
 
     to: Action
     route: RouteId
     value: FlatTree
     on_device: Sequence[bool] = ()
+    gpus: GpuPair | None = None
+    ready: torch.cuda.Event | None = None
 
     def encode(self) -> tuple[bytes, list[Tensor]]:
         """Return the value without its dense tensors, and the bytes of these."""
-        (kind, i, j), route, (leaves, spec), on_device = self
+        (kind, i, j), route, (leaves, spec), on_device, gpus, _ = self
         # Names and numbers: to pickle objects of these classes would take three times as long.
-        return pack((kind.name, i, j, route, leaves, spec, on_device))
+        return pack((kind.name, i, j, route, leaves, spec, on_device), gpus)
 
     @classmethod
-    def decode(cls, body: bytes, fill: Callable[[Tensor], object]) -> Mail:
-        """Read a value, whose tensors are on the host; ``fill`` writes their bytes."""
-        kind, i, j, route, leaves, spec, on_device = unpack(body, fill)
+    def decode(
+        cls, body: bytes, fill: Callable[[Tensor], object], receive: Receive | None = None
+    ) -> Mail:
+        """Read a value; ``fill`` writes the bytes of its tensors, see :func:`tensor_of`."""
+        kind, i, j, route, leaves, spec, on_device = unpack(body, fill, receive)
         return cls(Action(Kind[kind], i, j), route, FlatTree(leaves, spec), on_device)

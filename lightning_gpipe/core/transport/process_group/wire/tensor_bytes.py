@@ -26,15 +26,27 @@ from lightning_gpipe.core.transport.process_group.wire.plain_values import (
 _LEAF = "leaf"
 
 
+# The GPUs between which tensors go straight, from the first to the second, each by its index in its
+# process. No class: to pickle one would take as long as the form that it is in.
+GpuPair = tuple[int, int]
+
+
 class DenseForm(NamedTuple):
-    """A dense tensor without its values."""
+    """A dense tensor without its values.
+
+    Attributes:
+        stored: Its size without the repetitions of an expanded tensor.
+        gpus: The GPUs between which its values go straight; None if they go with the form.
+    """
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    stored: tuple[int, ...]  # the size without the repetitions of an expanded tensor
+    stored: tuple[int, ...]
+    gpus: GpuPair | None = None
 
 
+Receive = Callable[[DenseForm], Tensor]
 # A tensor object that was left out: the number of its memory, its number among the objects of that
 # memory, its requires_grad, and the names of its marks. Objects of the same memory stay apart: each
 # has a gradient of its own, and the sum of these must be the same as without processes, to the bit.
@@ -48,26 +60,40 @@ def is_dense(value: Any) -> bool:
     return dense and not value.is_quantized and not value.is_meta
 
 
-def form_and_bytes(tensor: Tensor) -> tuple[DenseForm, Tensor]:
-    """Return the form of a dense tensor, and its values as bytes on the host."""
+def form_and_bytes(tensor: Tensor, gpus: GpuPair | None = None) -> tuple[DenseForm, Tensor]:
+    """Return the form of a dense tensor, and its values as bytes.
+
+    They are on the host, unless they go straight between ``gpus``.
+    """
+    device = tensor.device
+    if device.type == "cpu" or (gpus is not None and device.index != gpus[0]):
+        gpus = None
     value = tensor.detach().resolve_conj().resolve_neg()
     for dim, stride in enumerate(value.stride()):
         if stride == 0 and value.shape[dim] > 1:
             value = value.narrow(dim, 0, 1)
     if not _fills_its_memory(value):
         value = value.contiguous()
-    form = DenseForm(tensor.dtype, tuple(tensor.shape), value.stride(), tuple(value.shape))
-    return form, bytes_in(value.cpu() if tensor.device.type != "cpu" else value)
+    form = DenseForm(tensor.dtype, tuple(tensor.shape), value.stride(), tuple(value.shape), gpus)
+    on_host = device.type == "cpu" or gpus is not None
+    return form, bytes_in(value if on_host else value.cpu())
 
 
-def tensor_of(form: DenseForm, fill: Callable[[Tensor], object]) -> Tensor:
-    """Make a tensor on the host, without its ``requires_grad`` and its marks.
+def tensor_of(
+    form: DenseForm, fill: Callable[[Tensor], object], receive: Receive | None = None
+) -> Tensor:
+    """Make a tensor, without its ``requires_grad`` and its marks.
 
     ``fill`` writes the values into a tensor of bytes; it is not called if there are none.
+    ``receive`` makes a tensor whose values come straight.
     """
-    stored = torch.empty_strided(form.stored, form.stride, dtype=form.dtype)
-    if stored.numel():
-        fill(bytes_in(stored))
+    if form.gpus is not None:
+        assert receive is not None, "only links have channels"
+        stored = receive(form)
+    else:
+        stored = torch.empty_strided(form.stored, form.stride, dtype=form.dtype)
+        if stored.numel():
+            fill(bytes_in(stored))
     return stored.expand(form.size) if form.stored != form.size else stored
 
 
@@ -86,10 +112,11 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return all(stride == product for (stride, _), product in zip(dims, expected, strict=False))
 
 
-def pack(value: Any) -> tuple[bytes, list[Tensor]]:
+def pack(value: Any, gpus: GpuPair | None = None) -> tuple[bytes, list[Tensor]]:
     """Return a value without its dense tensors, and the bytes of these.
 
     A tensor that is there twice stays one tensor, and two with the same memory keep sharing it.
+    The bytes are on the host, or on the first of ``gpus`` if they go straight between these.
 
     Raises:
         TypeError: If the value has something that may not be sent.
@@ -109,7 +136,7 @@ def pack(value: Any) -> tuple[bytes, list[Tensor]]:
     contents: list[Tensor] = []
     for tensor, other in zip(packer.tensors, saved, strict=True):
         if other is None:
-            form, content = form_and_bytes(tensor)
+            form, content = form_and_bytes(tensor, gpus)
             forms.append(tuple(form))  # its class would take as long as all of it
             contents.append(content)
         else:
@@ -119,14 +146,16 @@ def pack(value: Any) -> tuple[bytes, list[Tensor]]:
     return body.getvalue(), contents
 
 
-def unpack(body: bytes, fill: Callable[[Tensor], object]) -> Any:
-    """Return a value with its tensors on the host.
+def unpack(body: bytes, fill: Callable[[Tensor], object], receive: Receive | None = None) -> Any:
+    """Return a value with its tensors on the host, or on the GPU to which they came straight.
 
-    ``fill`` writes the bytes of the next tensor into its argument, unless there are none.
+    See :func:`tensor_of` for ``fill`` and ``receive``.
     """
     forms, value = PlainUnpickler(io.BytesIO(body)).load()
     tensors = [
-        tensor_of(DenseForm(*form), fill) if len(form) == len(DenseForm._fields) else _load(*form)
+        tensor_of(DenseForm(*form), fill, receive)
+        if len(form) == len(DenseForm._fields)
+        else _load(*form)
         for form in forms
     ]
     return _Unpacker(io.BytesIO(value), tensors).load()
