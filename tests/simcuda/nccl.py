@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 _HOST = "127.0.0.1"
 _POLL = 0.01  # seconds
 _SIZE = struct.Struct("=q")  # of what is sent, before it
-_ACCEPTED = b"1"  # by which the receiver ends the send
+_ACCEPTED = _SIZE.pack(-1)  # by which the receiver ends the send
 
 
 class NcclOptions:
@@ -152,13 +152,14 @@ class SimulatedNccl(ProcessGroupGloo):
                 work.ended.set()
                 del move, work  # what it refers to must not live until the next
         except (OSError, EOFError):
-            pass  # the other process is lost: what waits for it waits until it is aborted
+            pass  # the other process is lost, or does not match: it waits until it is aborted
 
     def _send(self, host: torch.Tensor) -> None:
         assert self._wire is not None
         content = host.reshape(-1).view(torch.uint8).numpy().tobytes()
         self._wire.sendall(_SIZE.pack(len(content)) + content)
-        self._read(len(_ACCEPTED))
+        if self._read(_SIZE.size) != _ACCEPTED:
+            raise EOFError("the other process sends too, and receives nothing before")
 
     def _receive(self, tensor: torch.Tensor) -> None:
         assert self._wire is not None
@@ -189,11 +190,11 @@ class Work:
         self.ended = threading.Event()
         self._communicator = communicator
         self._device = device
-        self._blocks = blocks
+        self.blocks = blocks
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait for the end of the operation."""
-        while self._blocks and not self.ended.wait(_POLL):
+        while self.blocks and not self.ended.wait(_POLL):
             self._communicator.check()
         torch.cuda.current_stream(self._device).wait_event(self.event)
         return True

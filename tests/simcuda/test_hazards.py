@@ -174,6 +174,25 @@ def test_memory_freed_in_time(simulation: Simulation, side, how: str) -> None:
     assert simulation.take_hazards() == []
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_freed_after_a_recorded_stream_that_waits_for_others(
+    simulation: Simulation, side, waits: bool
+) -> None:
+    """What the named stream has waited for until then has ended, too."""
+    x = torch.ones(1000, device=ONE)
+    named = torch.cuda.Stream(ONE)
+    side.wait_stream(torch.cuda.current_stream(ONE))
+    with torch.cuda.stream(side):
+        x.add_(1)
+    x.record_stream(named)
+    if waits:
+        named.wait_stream(side)
+
+    del x
+
+    assert len(simulation.take_hazards()) == (not waits)
+
+
 def test_memory_that_is_read_before_it_is_written() -> None:
     assert torch.empty(1000, device=ONE).isnan().all()
 

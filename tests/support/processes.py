@@ -14,11 +14,11 @@ from tests.support.ranks import group_of
 Owners = tuple[int, ...]
 
 
-def processes(owners: Owners | None) -> dict[str, Any]:
+def processes(owners: Owners | None, backend: str = "gloo") -> dict[str, Any]:
     """The arguments of a pipeline of these owners."""
     if owners is None:
         return {}
-    return {"owners": owners, "group": group_of(len(set(owners)))}
+    return {"owners": owners, "group": group_of(len(set(owners)), backend)}
 
 
 def values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -42,11 +42,11 @@ _CONTEXT.set_forkserver_preload(
 
 
 _GROUPS: dict[tuple[int, str], dist.ProcessGroup] = {}  # on a rank, by sizes and backends
-NCCL = "cpu:gloo,cuda:nccl"
+NCCL = "cpu:gloo,cuda:nccl"  # the backend where there are several GPUs, which may be simulated
 
 
 def group_of(size: int, backend: str = "gloo") -> dist.ProcessGroup:
-    """On a rank: the process group of the first ``size`` ranks, which on GPUs may be over NCCL."""
+    """On a rank: the process group of the first ``size`` ranks, over Gloo or :data:`NCCL`."""
     return _GROUPS[size, backend]
 
 
@@ -201,20 +201,20 @@ def join_group(rank: int, size: int, store: str) -> None:
         store: The path of a file by which they find one another.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
     backends = ["gloo"]
-    if torch.cuda.device_count() >= size:
+    if torch.cuda.device_count() >= 2:
         if _SIMULATED:
             from tests.simcuda.nccl import provide_nccl
 
             provide_nccl()
         backends += [NCCL] if dist.is_nccl_available() else []
+    dist.init_process_group(
+        backends[-1],
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
     for backend in backends:
         for k in range(1, size + 1):
             _GROUPS[k, backend] = dist.new_group(range(k), backend=backend)

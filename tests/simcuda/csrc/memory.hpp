@@ -2,8 +2,8 @@
 //
 // Two hazards are noticed. A race: two streams use the same bytes, one of them writes, and no event
 // orders the two. And memory that is freed too early: the allocator gives it to the next that
-// allocates on the block's own stream, which must come after every use on other streams, or have been
-// told of those streams by record_stream.
+// allocates on the block's own stream, which must come after every use on other streams, or after what
+// the streams that record_stream has named have queued until then.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -125,7 +125,9 @@ class Memory {
 
   void report_early_free(const Block& block) {
     for (const auto& access : block.accesses) {
-      if (block.recorded.count(access.stream) || comes_before(access, block.stream)) continue;
+      auto waits = [&](int stream) { return comes_before(access, stream); };
+      if (waits(block.stream) || std::any_of(block.recorded.begin(), block.recorded.end(), waits))
+        continue;
       std::ostringstream out;
       out << "freed too early: " << block.size << " bytes allocated on "
           << streams_.name(block.stream) << " may be used again while " << access.verb()
