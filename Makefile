@@ -1,7 +1,8 @@
 # `make test` and `make demo` need only python3 (3.11 or newer) and make. Each makes .venv and
 # installs into it once; a change of the dependencies makes it install again. `make bench` does the
 # same with .venv-bench, which has the packages that we are compared with. Where a Python has what it
-# takes (torch for CUDA, say), it is used as it is: make bench-gpu BENCH=/usr/bin/python3
+# takes (torch for CUDA, say), it is used as it is: make bench-gpu BENCH=/usr/bin/python3, and
+# make test-nccl likewise.
 #
 # `make models` has .venv-models, for torchvision's wheel is built for CUDA: beside the CPU build of
 # torch, `import lightning` works there only after tests/models/torchvision_operators.py.
@@ -30,7 +31,7 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test test-all test-tools test-launches test-integrations test-oldest test-multihost test-lightning models soak mutate bench bench-gpu docs dist check format clean
+.PHONY: help demo test test-all test-tools test-launches test-integrations test-oldest test-multihost test-nccl test-lightning models soak mutate bench bench-gpu docs dist check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
@@ -46,6 +47,8 @@ help:
 	@echo "             (minutes)"
 	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
+	@echo "make test-nccl  processes whose tensors go from GPU to GPU, on real GPUs, two or more"
+	@echo "             (minutes); make test runs these tests on simulated ones"
 	@echo "make test-lightning  Lightning's own tests with a pipeline in each Trainer that names no"
 	@echo "             strategy; LIGHTNING=FOLDER names a checkout of Lightning (some 10 minutes)"
 	@echo "make models  models of transformers, PEFT, diffusers, torchvision and timm as pipelines"
@@ -86,6 +89,9 @@ test-oldest: .venv-oldest/.ready
 
 test-multihost: $(READY)
 	$(BIN)/python -m tests.multihost $(ARGS)
+
+test-nccl: $(BENCH_READY)
+	$(BENCH) -m tests.gpu
 
 test-lightning: $(READY)
 	$(BIN)/python -m tests.published "$(LIGHTNING)" $(ARGS)

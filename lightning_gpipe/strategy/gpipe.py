@@ -152,7 +152,8 @@ class GPipeStrategy(ParallelStrategy):
             checkpoint.
         lost_after: The time after which a process that was stopped, or that no network reaches, is
             lost, which ends the others; slow ones are not lost. Only with several processes.
-        process_group_backend: The backend of torch.distributed; None chooses by the devices.
+        process_group_backend: The backend of torch.distributed; None chooses by the devices. With
+            NCCL, tensors go straight from GPU to GPU; ``"gloo"`` sends them over the host.
         start_method: How processes are started unless torchrun or SLURM have started them:
             ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` for
             scripts that must not be run again.

@@ -128,7 +128,8 @@ class GPipe(StandIn):
             the same model and call it with the same input; each keeps the parameters of its own
             stages, and has the others on the ``meta`` device, in its state dict too; the state dict
             of a whole model can be loaded in each. None: this process runs all.
-        group: The process group of these ranks; None for all processes.
+        group: The process group of these ranks; None for all processes. If it has NCCL for CUDA,
+            tensors go straight from GPU to GPU.
         lost_after: The time after which a process that was stopped, or that no network reaches any
             more, is lost, which ends the others with an error that names it; one that is merely
             slow is not. To start, processes have ten times as long. None is 30 seconds; only with
