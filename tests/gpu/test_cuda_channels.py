@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -375,6 +375,25 @@ def test_channel_after_a_loss() -> None:
 
     with pytest.raises(RuntimeError, match="a process is lost"):
         channels.send(1, (0, 1), [torch.ones(1, device="cuda:0")])
+
+
+def test_end_waits_for_what_the_gpus_still_send() -> None:
+    """Once the host has ended, an abort would end sends that the other process still awaits."""
+    communicator, ended = Mock(), [False]
+    communicator.send.return_value.is_completed = lambda: ended[0]
+    channels = Channels(HashStore(), 0)
+    with patch(f"{Channel.__module__}._communicator", return_value=communicator):
+        channels.send(1, (0, 1), [torch.ones(1, device="cuda:0")])
+        channels.settle()
+
+    assert not channels.finish(0.01)
+    ended[0] = True
+    assert channels.finish(0.01)
+    ended[0] = False
+    channels.abort()
+    assert channels.finish(0.01)
+    channels.join()
+    communicator.abort.assert_called_once_with()
 
 
 # Memory.

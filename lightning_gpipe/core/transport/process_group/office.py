@@ -211,6 +211,7 @@ class Office:
             self.ledger.end()
             header = Header(MessageCode.END, self.ledger.ends, origin=self._rank)
         deadline = time.monotonic() + TELL_TIMEOUT
+        self._wait(lambda: self._channels.finish(_POLL), deadline)
         self._tell_and_wait(header)
         self._wait(lambda: self.links.join(_POLL, but=self.ledger.lost_ranks), deadline)
         if self.ledger.lost is None:

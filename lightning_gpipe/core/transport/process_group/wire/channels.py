@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
 _FOREVER = timedelta(days=365)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # the environment variable
 _JOIN = 5.0  # seconds
+_POLL = 0.001  # the same
 _SOURCE, _TARGET = 0, 1  # the ranks in a communicator
 
 
@@ -80,6 +82,12 @@ class Channel:
         self._stream = torch.cuda.Stream(device)  # for arrivals
         self._lock = threading.Lock()  # of the sends
         self._sends: deque[_Send] = deque()
+        self._last: Any = None  # the last operation, which ends after all others
+
+    @property
+    def idle(self) -> bool:
+        """True if the GPU has ended all sends, or receives."""
+        return self._last is None or bool(self._last.is_completed())
 
     def send(self, contents: Sequence[Tensor]) -> None:
         """Send after what the current stream has queued so far."""
@@ -89,6 +97,7 @@ class Channel:
             work = self._communicator.send([content], _TARGET, 0)
             with self._lock:
                 self._sends.append(_Send(work, content, stream))
+                self._last = work
 
     def receive(self, form: DenseForm) -> tuple[Tensor, torch.cuda.Event]:
         """Receive into a new tensor; return it, and the event after which it may be read."""
@@ -97,7 +106,8 @@ class Channel:
                 form.stored, form.stride, dtype=form.dtype, device=self._device
             )
             if stored.numel():
-                self._communicator.recv([bytes_in(stored)], _SOURCE, 0).wait()
+                self._last = self._communicator.recv([bytes_in(stored)], _SOURCE, 0)
+                self._last.wait()
             return stored, self._stream.record_event()
 
     def settle(self) -> None:
@@ -153,6 +163,18 @@ class Channels:
         """Let this process's streams wait until what was sent may be changed."""
         for channel in self._all():
             channel.settle()
+
+    def finish(self, timeout: float) -> bool:
+        """Wait for the GPUs, some seconds at most; return True if nothing is on its way any more.
+
+        The host ends a phase, and may end the process, before the GPUs have sent the last of it.
+        """
+        deadline = time.monotonic() + timeout
+        while not (done := self._aborted or all(channel.idle for channel in self._all())):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL)
+        return done
 
     def abort(self) -> None:
         """End all channels for good, each on a thread of its own, see :meth:`join`.
