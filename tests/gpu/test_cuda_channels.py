@@ -141,7 +141,8 @@ class Kinds(nn.Module):
             "whole": wide,
             "half": x.to(torch.bfloat16),
             "mask": x > 0,
-            "complex": torch.complex(x, -x),
+            "conjugate": torch.complex(x, x).conj(),
+            "negative": torch.complex(x, x).conj().imag,
             "empty": x[:0],
             "number": torch.tensor(3.0, device=x.device),
             "length": torch.tensor([x.shape[0]]),  # on the host
@@ -156,7 +157,13 @@ class Sum(nn.Module):
         assert kinds["length"].device.type == "cpu"
         x = kinds["x"] + kinds["again"] + kinds["transposed"].T + kinds["number"]
         x = x + kinds["expanded"].sum(1, keepdim=True) + kinds["strided"].sum((0, 2)).unsqueeze(1)
-        x = x + kinds["whole"] + kinds["half"] * kinds["mask"] + kinds["complex"].imag
+        x = (
+            x
+            + kinds["whole"]
+            + kinds["half"] * kinds["mask"]
+            + kinds["conjugate"].imag
+            + kinds["negative"]
+        )
         return x + kinds["empty"].sum() + kinds["length"].item()
 
 

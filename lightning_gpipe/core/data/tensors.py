@@ -76,6 +76,9 @@ def copy_values(target: Tensor, source: Tensor) -> None:
 def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
     """Tell CUDA's allocator that ``stream`` uses the tensor, which is on the same device."""
     for part in parts(tensor):
+        # A lazy conjugate, or a negative, would be computed and written back by the current stream.
+        part = part.conj() if part.is_conj() else part
+        part = torch._neg_view(part) if part.is_neg() else part
         part.record_stream(stream)
 
 

@@ -82,7 +82,8 @@ class Channel:
         self._stream = torch.cuda.Stream(device)  # for arrivals
         self._lock = threading.Lock()  # of the sends
         self._sends: deque[_Send] = deque()
-        self._last: Any = None  # the last operation, which ends after all others
+        # The last operation, which ends after all others; it may keep its tensor, but only that one.
+        self._last: Any = None
 
     @property
     def idle(self) -> bool:
@@ -160,9 +161,14 @@ class Channels:
             return self._channel(rank, self._rank, form.gpus).receive(form)
 
     def settle(self) -> None:
-        """Let this process's streams wait until what was sent may be changed."""
-        for channel in self._all():
-            channel.settle()
+        """Let this process's streams wait until what was sent may be changed.
+
+        Raises:
+            ChannelAborted: If a process is lost.
+        """
+        with self._in_use():
+            for channel in self._all():
+                channel.settle()
 
     def finish(self, timeout: float) -> bool:
         """Wait for the GPUs, some seconds at most; return True if nothing is on its way any more.

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_gpipe.core.transport.process_group.abort import abort_gloo
 from lightning_gpipe.core.transport.process_group.tree import Tree
-from lightning_gpipe.core.transport.process_group.wire.channels import Channels
+from lightning_gpipe.core.transport.process_group.wire.channels import ChannelAborted, Channels
 from lightning_gpipe.core.transport.process_group.wire.link import (
     ConnectionBroken,
     Link,
@@ -171,7 +171,8 @@ class Links:
             completed = self._event(sends, all)
             while not completed.wait(_POLL):
                 check()
-        self._channels.settle()
+        with suppress(ChannelAborted):  # the receiver knows of the loss
+            self._channels.settle()
 
     def over(self, sends: Sequence[PendingSend]) -> threading.Event:
         """Return an event that is set once each of the sends has completed or failed."""
