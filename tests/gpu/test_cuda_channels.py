@@ -225,15 +225,35 @@ def test_fit(tmp_path: Path, two_ranks: Pool, mode: str, schedule: str) -> None:
             assert not races
 
 
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_fit_with_the_outputs_in_the_last_process(
+    tmp_path: Path, two_ranks: Pool, schedule: str
+) -> None:
+    args = "per_stage", schedule
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        expected, *_ = fit_on_gpus(tmp_path / "single", "single", *args)
+    run = partial(fit_on_gpus, outputs="last")
+    runs = two_ranks.run(run, tmp_path / "both", "per_stage", *args)
+
+    for found, ways, races in runs:
+        for name, parameter in found["parameters"].items():
+            torch.testing.assert_close(parameter, expected["parameters"][name], rtol=0, atol=1e-12)
+        assert found["end"] == pytest.approx(expected["end"], abs=1e-12)
+        assert ways
+        assert None not in ways
+        assert not races
+
+
 def fit_on_gpus(
-    root: Path, processes: str, mode: str, schedule: str, straight: bool = True
+    root: Path, processes: str, mode: str, schedule: str, straight: bool = True, **strategy: Any
 ) -> tuple[dict[str, Any], Ways, list[str]]:
     """A fit, the ways of what it sent, and the hazards in this process."""
     with (
         recorded_ways() as ways,
         nullcontext() if straight else patch.object(groups, "over_nccl", lambda group: False),
     ):
-        found = fit(root, processes, mode, schedule, "padded", {"accelerator": "gpu"})
+        options = {"accelerator": "gpu"}
+        found = fit(root, processes, mode, schedule, "padded", options, **strategy)
     return on_host(found), ways, [] if processes == "single" else hazards()
 
 
@@ -317,7 +337,7 @@ class Failing(nn.Module):
         )
 
 
-@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["forward", "backward", "connect"])
 def test_process_that_dies_in_a_step(kind: str) -> None:
     with new_ranks(2) as ranks:
         found, died = ranks.outcomes(die, kind)
@@ -329,11 +349,16 @@ def test_process_that_dies_in_a_step(kind: str) -> None:
 
 
 def die(kind: str) -> tuple[str, float]:
-    """Steps, in the third of which the second process dies; how the first one ends."""
+    """Steps, in the third of which the second process dies; how the first one ends.
+
+    Or it dies in the first one, while the other waits for it in order to connect the GPUs.
+    """
     model = Failing()
     pipeline = model.pipeline()
+    if kind == "connect" and dist.get_rank() == 1:
+        Channel.receive = lambda *_: os._exit(9)  # type: ignore[method-assign]  # it ends
     for k in range(3):
-        if k == 2 and dist.get_rank() == 1:
+        if k == 2 and dist.get_rank() == 1 and kind != "connect":
             model.fuse.light((kind, 2), partial(os._exit, 9))
         began = time.monotonic()
         try:

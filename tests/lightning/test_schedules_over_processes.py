@@ -48,7 +48,13 @@ def balance_of(schedule: Any, mode: str) -> list[int]:
 
 
 def fit(
-    root: Path, processes: str, mode: str, schedule: Any, name: str, options: dict[str, Any]
+    root: Path,
+    processes: str,
+    mode: str,
+    schedule: Any,
+    name: str,
+    options: dict[str, Any],
+    **strategy: Any,
 ) -> dict[str, Any]:
     """A fit with validation, and what came of it in this process."""
     torch.manual_seed(0)
@@ -57,7 +63,7 @@ def fit(
         root,
         processes,
         balance_of(schedule, mode),
-        {"chunks": 4, "schedule": schedule, "verify": False},
+        {"chunks": 4, "schedule": schedule, "verify": False, **strategy},
         (MODES[mode][0], 1) if processes == "single" else None,
         callbacks=[record],
         max_epochs=2,

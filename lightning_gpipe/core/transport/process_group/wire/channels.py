@@ -82,7 +82,7 @@ class Channel:
         self._stream = torch.cuda.Stream(device)  # for arrivals
         self._lock = threading.Lock()  # of the sends
         self._sends: deque[_Send] = deque()
-        # The last operation, which ends after all others; it may keep its tensor, but only that one.
+        # The last operation, which ends after all others. It may keep its tensor, that one only.
         self._last: Any = None
 
     @property
