@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -21,12 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 
 from lightning_gpipe import GPipe, RankFailed
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
+from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.transport.process_group.connecting import groups
 from lightning_gpipe.core.transport.process_group.connecting.gpus import GpuTable, over_nccl
 from lightning_gpipe.core.transport.process_group.wire.channels import Arrival, Channel, Channels
+from lightning_gpipe.core.transport.process_group.wire.link import Link
+from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
 from tests.gpu.channels import Ways, needs_nccl, recorded_ways
 from tests.gpu.models import ON_GPU
 from tests.gpu.test_cuda_processes import TWO, Run, end, four_gpus, hazards, step
@@ -125,6 +131,49 @@ def test_backend_of_the_group_decides(four_ranks: Pool) -> None:
 def backends() -> tuple[bool, bool]:
     assert over_nccl(None) == over_nccl(dist.group.WORLD)
     return over_nccl(group_of(2)), over_nccl(group_of(2, NCCL))
+
+
+def test_announcements_and_sends_are_in_one_order() -> None:
+    """Two workers may send to one process at once, which receives in the order it is told."""
+    order: list[tuple[str, int]] = []
+    channels = Mock()
+    link = Link(Mock(), 1, Mock(), channels)
+
+    def send(rank: int, gpus: GpuPair, tensors: Any) -> None:
+        time.sleep(0.01)
+        order.append(("send", gpus[0]))
+
+    channels.send = send
+
+    def announce(header: Header, body: bytes, tensors: Any) -> list[Any]:
+        order.append(("announce", header.serial))
+        return []
+
+    def post(k: int) -> None:
+        x = torch.ones(2, device=f"cuda:{k}")
+        mail = Mail(Action(Kind.FORWARD, 0, 0), None, tree_flatten(x), [True], (k, 0))
+        link.post_straight(Header(MessageCode.VALUES, k), mail)
+
+    with patch.object(link, "post", announce), ThreadPoolExecutor(2) as threads:
+        list(threads.map(post, [0, 1] * 8))
+
+    pairs = [(name, k) for _, k in order[::2] for name in ("announce", "send")]
+    assert order == pairs
+
+
+def test_communicator_leaves_losses_to_the_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would end the process on an error, or after a time, before it says who is lost."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    variable = partial(os.environ.get, "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    nccl, handling = Mock(), []
+    nccl.side_effect = lambda *_: handling.append(variable())
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", nccl, raising=False)
+
+    Channels(HashStore(), 0)._channel(0, 1, (0, 1))
+
+    nccl.Options.assert_called_once_with(is_high_priority_stream=True)
+    assert nccl.Options()._timeout == timedelta(days=365)
+    assert (handling, variable()) == (["0"], "2")
 
 
 class Kinds(nn.Module):
