@@ -66,7 +66,7 @@ class SimulatedNccl(ProcessGroupGloo):
         self._wire: socket.socket | None = None
         self._stream: Any = None
         self._aborted = threading.Event()
-        self._jobs: SimpleQueue[tuple[Callable[[], None], Work]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Work] | None] = SimpleQueue()
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> Work:
         """Queue a send of one tensor."""
@@ -89,7 +89,10 @@ class SimulatedNccl(ProcessGroupGloo):
         """End all operations, with errors where they are awaited."""
         self._aborted.set()
         if self._wire is not None:
+            with suppress(OSError):  # the other process has closed it
+                self._wire.shutdown(socket.SHUT_RDWR)
             self._wire.close()
+        self._jobs.put(None)
 
     def _begin(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         [tensor] = tensors
@@ -146,11 +149,11 @@ class SimulatedNccl(ProcessGroupGloo):
 
     def _run(self) -> None:
         try:
-            while True:
-                move, work = self._jobs.get()
+            while (job := self._jobs.get()) is not None:
+                move, work = job
                 move()
                 work.ended.set()
-                del move, work  # what it refers to must not live until the next
+                del job, move, work  # what they refer to must not live until the next
         except (OSError, EOFError):
             pass  # the other process is lost, or does not match: it waits until it is aborted
 
