@@ -40,6 +40,7 @@ def test_public_names() -> None:
         "Rebalance",
         "Rows",
         "Schedule",
+        "StepInBackward",
         "StepParity",
         "Timeline",
         "balance_by_memory",

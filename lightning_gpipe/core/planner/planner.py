@@ -152,6 +152,13 @@ def plan_for(
         search = replace(search, orders=tuple(filter(search.is_measured, search.orders)))
     _check(search)
     candidates = search.candidates()
+    if not candidates:
+        raise ValueError(
+            "a plan must have a schedule that the layers and devices allow: got "
+            f"{', '.join(map(str, search.orders))} for {counted(search.layers, 'layer')} on "
+            f"{counted(len(places), 'device')}. Schedules in the form of a V need two layers for "
+            "each device."
+        )
     named = next(filter(None, map(search.fastest, _first_on_devices(candidates))), None)
     if named is None:
         raise NoPlan(search.nearest(candidates), fitting_plans(search))
@@ -181,6 +188,11 @@ def _first_on_devices(
 def _check(search: PlanSearch) -> None:
     """Refuse numbers of stages that the devices cannot run."""
     stages, devices = search.stages, len(search.places)
+    if stages is not None and stages > search.layers:
+        raise ValueError(
+            f"a plan has a layer for each stage at least: got {counted(stages, 'stage')} for "
+            f"{counted(search.layers, 'layer')}."
+        )
     for order in search.orders:
         if order.definition.folded and search.weights == ("host",):
             raise ValueError(

@@ -446,6 +446,16 @@ def test_operations_tell_no_time_of_transfers() -> None:
 # Schedules.
 
 
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ValueError, match="at least: got 4 stages for 3 layers"):
+        plan_for(profile(1, 1, 1), [Place()] * 4, stages=4)
+
+
+def test_schedule_that_no_number_of_stages_allows() -> None:
+    with pytest.raises(ValueError, match="got schedule='zero_bubble_v' for 3 layers on 2 devices"):
+        plan_for(profile(1, 1, 1), [Place()] * 2, schedule="zero_bubble_v")
+
+
 def test_schedule_with_a_loss_for_each_micro_batch_is_not_chosen_unless_asked_for() -> None:
     costs = profile(1, 1, saved=10)
     places = [Place(memory=50)] * 2
