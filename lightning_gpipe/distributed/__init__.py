@@ -27,17 +27,24 @@ from lightning_gpipe.distributed.gathering import (
 )
 from lightning_gpipe.distributed.gradient_averages import GradientAverages, own_parameters
 from lightning_gpipe.distributed.gradients import SameParameters, gradient_norms
+from lightning_gpipe.distributed.gradients_around import GradientsAround
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
 from lightning_gpipe.distributed.optimizer_shards import OptimizerShards
 from lightning_gpipe.distributed.rendezvous import start_together
-from lightning_gpipe.distributed.shared_batches import SharedLoader, unshare
+from lightning_gpipe.distributed.shared_batches import (
+    SharedLoader,
+    has_batch_hooks,
+    is_without_values,
+    unshare,
+)
 from lightning_gpipe.distributed.shares import Shares
 
 __all__ = [
     "AFTER_FAILURE",
     "Arrangement",
     "GradientAverages",
+    "GradientsAround",
     "Group",
     "Mode",
     "OptimizerShards",
@@ -57,6 +64,8 @@ __all__ = [
     "equalise_buffers",
     "gathered",
     "gradient_norms",
+    "has_batch_hooks",
+    "is_without_values",
     "leaves_early",
     "own_optimizer_keys",
     "own_parameters",

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.core.faithful import Journal
+from lightning_gpipe.distributed.gradients_around import GradientsAround
 from lightning_gpipe.distributed.group import Group
-from lightning_gpipe.distributed.shares import Shares
 
 
 class SameParameters:
@@ -30,9 +30,8 @@ class SameParameters:
         group: The processes.
         around: The parameters that each process has.
         plugin: The precision plugin.
-        summed: All processes of all pipelines, if each has a part of the gradients of these
-            parameters, those of the code that it runs; None if each has all of them.
-        shares: The owners of the parameters among the pipelines, if only these have gradients.
+        parts: Adds up the gradients of these parameters, if each process has a part of them, those
+            of the code that it runs; None if each has all of them.
         everyone: The processes that have gradients of different parameters, if these are not those
             of the group.
     """
@@ -42,16 +41,12 @@ class SameParameters:
         group: Group,
         around: Sequence[nn.Parameter],
         plugin: Precision,
-        summed: Group | None = None,
-        shares: Shares | None = None,
+        parts: GradientsAround | None = None,
         everyone: Group | None = None,
     ) -> None:
         self._group = group
-        self._summed = summed
-        self._shares = shares
+        self._parts = parts
         self._everyone = everyone or group
-        self._totals: dict[int, Tensor] = {}  # of the steps before, by the ids of the parameters
-        self._earlier: dict[int, Tensor] = {}  # those that the present step adds to
         self._around = around
         self._around_ids = {id(parameter) for parameter in around}
         self._plugin = plugin
@@ -65,46 +60,31 @@ class SameParameters:
             self._changes.write([(vars(plugin.scaler), "_unscale_grads_", self._unscale)])
 
     def begin(self) -> None:
-        """Set gradients aside to which a backward would add, and which are whole already."""
-        for parameter in self._around if self._summed is not None else ():
-            if parameter.grad is not None and parameter.grad is self._totals.get(id(parameter)):
-                self._earlier[id(parameter)], parameter.grad = parameter.grad, None
+        """Begin a backward."""
+        if self._parts is not None:
+            self._parts.begin()
 
-    def equalise(self) -> None:
-        """Give all processes the gradients of the first one, or the sums of all.
+    def equalise(self, *, called: bool = True) -> list[nn.Parameter]:
+        """Give all processes that have a parameter the same gradient of it.
 
-        The first one's are the same but for rounding, which depends on the number of threads.
+        That of the first one, which is the same but for rounding, by the number of threads; or the
+        sum of parts, see :meth:`GradientsAround.add_up`, whose argument and result are these.
         """
-        if self._summed is not None:
-            self._sum(self._summed)
-            return
-        for parameter in self._around:
-            if parameter.grad is not None:
-                self._group.overwrite(parameter.grad)
+        if self._parts is not None:
+            return self._parts.add_up(called=called)
+        gradients = [p.grad for p in self._around if p.grad is not None]
+        for dtype in dict.fromkeys(each.dtype for each in gradients):
+            self._overwrite([each for each in gradients if each.dtype == dtype])
+        return []
 
-    def _sum(self, group: Group) -> None:
-        """Give all processes the sums over the processes of a pipeline, averaged over pipelines."""
-        there = torch.tensor([int(p.grad is not None) for p in self._around])
-        some = group.sum(there, "the number of gradients around the pipeline").tolist()
-        used = [p for p, number in zip(self._around, some, strict=True) if number]
-        for dtype in dict.fromkeys(p.dtype for p in used):
-            of_dtype = [p for p in used if p.dtype == dtype]
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in of_dtype]
-            flat = torch.cat([part.detach().cpu().reshape(-1) for part in parts])
-            flat = group.sum(flat, "the gradients around the pipeline")
-            flat /= group.size // self._group.size
-            sums = flat.split([p.numel() for p in of_dtype])
-            for parameter, total in zip(of_dtype, sums, strict=True):
-                if self._shares is not None and not self._shares.is_own(parameter):
-                    parameter.grad = None
-                    continue
-                gradient = total.view(parameter.shape).to(parameter.device, copy=True)
-                earlier = self._earlier.pop(id(parameter), None)
-                parameter.grad = gradient if earlier is None else earlier + gradient
-                self._totals[id(parameter)] = parameter.grad
-        for parameter in self._around:
-            if (earlier := self._earlier.pop(id(parameter), None)) is not None:
-                parameter.grad = earlier
+    def _overwrite(self, tensors: Sequence[Tensor]) -> None:
+        """Give tensors of one dtype the values that they have in the first process, at once."""
+        flat = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors])
+        self._group.overwrite(flat)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True) if self._group.rank else ():
+            with torch.no_grad():
+                tensor.copy_(part.view(tensor.shape))
 
     def release(self) -> None:
         """Restore the methods of the plugin and its scaler."""

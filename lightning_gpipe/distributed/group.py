@@ -8,7 +8,7 @@ thousand of them meet in eight rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -114,6 +114,19 @@ class Group:
                 raise
             if time.monotonic() - began >= self._timeout.total_seconds():
                 raise RuntimeError(self._late(what)) from error
+            with self.explaining(what):
+                raise
+
+    @contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """A ``with`` block in which some processes wait for one another, for ``what``.
+
+        Raises:
+            RankFailed, OutOfStep: In place of an error of the network that comes of it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
             failure = self._failure(FAILURE_TIMEOUT)
             if failure is None:
                 raise
@@ -239,6 +252,32 @@ class Group:
             if self.rank != source:
                 with torch.no_grad():
                     tensor.copy_(host)
+
+    def move(self, tensor: Tensor, source: int, target: int, what: str) -> None:
+        """Give a tensor on the CPU the values that it has in ``source``, in process ``target``.
+
+        All other processes may leave it out. An empty tensor is not sent.
+        """
+        if source == target or not tensor.numel() or self.rank not in (source, target):
+            return
+        content = bytes_in(tensor)
+        with self.explaining(what):
+            if self.rank == source:
+                self._send([target], content)
+            else:
+                self._receive(source, content)
+
+    def hand(self, value: Any, places: Collection[int], what: str) -> None:
+        """Send a value to these processes, which :meth:`take` it; called in the first one."""
+        others = sorted({*places} - {self.rank})
+        if others:
+            with self.explaining(what):
+                send_value(value, partial(self._send, others))
+
+    def take(self, what: str) -> Any:
+        """Return what the first process hands to this one, with its tensors on the CPU."""
+        with self.explaining(what):
+            return receive_value(partial(self._receive, 0))
 
     def gather(self, own: Any) -> list[Any]:
         """Return the values of all processes in the first one, and nothing in the others.

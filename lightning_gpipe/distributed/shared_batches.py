@@ -3,22 +3,30 @@
 If each process loaded its batches, random augmentation or a stream of unknown length would make
 them differ, and a run would hang or, worse, go on with rows of two batches. So the first process
 loads them, and tells the others when there are no more. It also sends the states of the random
-generators that loading has changed, and in a prediction the indices of the rows.
+generators that loading has changed, and in a prediction the indices of the rows. A process that
+does not read a batch gets it on the meta device, where tensors have shapes and no values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import count as count_up
+from itertools import product
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
+from lightning_gpipe.core.data import map_tensors, outline
 from lightning_gpipe.core.faithful import RandomState
 from lightning_gpipe.distributed.group import Group
 
+_HOOKS = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
+_VALUES = "the values of a batch"
 _INDICES = "seen_batch_indices"  # of a prediction's batch sampler, for callbacks that write
 
 
@@ -27,15 +35,24 @@ class SharedLoader:
 
     Otherwise it is that dataloader: the Trainer and the user's code find its attributes, and its
     class by ``isinstance``, and what they set is set there.
+
+    Args:
+        loader: The dataloader.
+        group: The processes.
+        readers: Returns the places of those that read the next batch; None for all.
     """
 
     loader: Any = None  # of an object that is being copied
 
-    def __init__(self, loader: Any, group: Group) -> None:
+    def __init__(
+        self, loader: Any, group: Group, readers: Callable[[], Collection[int] | None]
+    ) -> None:
         # The first one's length for all: a shorter loop would take another broadcast for a batch.
         length: int | None = group.broadcast(sized_len(loader))
         # Iterations over the batches are counted.
-        vars(self).update(loader=loader, _group=group, _length=length, _iterations=0)
+        vars(self).update(
+            loader=loader, _group=group, _readers=readers, _length=length, _iterations=0
+        )
 
     @property  # type: ignore[misc]  # isinstance reads it, and nothing sets it
     def __class__(self) -> Any:
@@ -85,11 +102,14 @@ class SharedLoader:
                 batch = []
             except BaseException as error:
                 failed = f"{type(error).__name__}: {error}"
-                self._share((failed, None, [], []), number, iteration)
+                self._share((failed, None, [], [], None), number, iteration)
                 raise
             states = RandomState.capture().states if before.differences() else None
             indices = getattr(self._batch_sampler, _INDICES, [])
-            self._share((None, states, batch, indices[count:]), number, iteration)
+            readers = self._readers() if batch else None
+            shared = batch if readers is None else map_tensors(outline, batch)
+            self._share((None, states, shared, indices[count:], readers), number, iteration)
+            self._group.hand(batch, set(readers or ()), _VALUES)
             count = len(indices)
             if not batch:
                 return
@@ -101,7 +121,7 @@ class SharedLoader:
         if isinstance(self._batch_sampler, _IndexBatchSamplerWrapper):
             setattr(self._batch_sampler, _INDICES, indices)
         for number in count_up():
-            failure, states, batch, new_indices = self._share(None, number, iteration)
+            failure, states, batch, new_indices, readers = self._share(None, number, iteration)
             if failure is not None:
                 first = f"rank {self._group.ranks[0]}, which loads the batches"
                 raise RuntimeError(f"{first}, failed: {failure}")
@@ -110,11 +130,34 @@ class SharedLoader:
             indices += new_indices
             if not batch:
                 return
+            if readers is not None:
+                reads = self._group.rank in readers
+                batch = self._group.take(_VALUES) if reads else map_tensors(_on_meta, batch)
             yield batch[0]
 
     def _share(self, value: Any, number: int, iteration: int) -> Any:
         what = f"batch {number} in iteration {iteration} over a dataloader"
         return self._group.broadcast(value, what=what)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor without values; as it is if it is none that :func:`outline` shortens."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def is_without_values(batch: Any) -> bool:
+    """Return whether a batch is one that this process does not read."""
+    on_meta: list[bool] = []
+    map_tensors(lambda tensor: on_meta.append(tensor.is_meta), batch)
+    return any(on_meta)
+
+
+def has_batch_hooks(*owners: Any) -> bool:
+    """Return whether a LightningModule or a LightningDataModule changes batches in hooks."""
+    pairs = product(filter(None, owners), _HOOKS)
+    return any(is_overridden(name, owner) for owner, name in pairs)
 
 
 def unshare(trainer: Trainer) -> None:

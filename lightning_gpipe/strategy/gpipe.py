@@ -12,7 +12,7 @@ the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -41,14 +41,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gpipe.checkpoints import MeasuredBalances, follow_parameters, state_follows, to_cpu
+from lightning_gpipe.checkpoints import (
+    MeasuredBalances,
+    drop_foreign_states,
+    follow_parameters,
+    state_follows,
+    to_cpu,
+)
 from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import refuse_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
-from lightning_gpipe.distributed import Group, Mode, SharedLoader, refuse_world_size, unshare
+from lightning_gpipe.distributed import (
+    Group,
+    Mode,
+    SharedLoader,
+    has_batch_hooks,
+    is_without_values,
+    refuse_world_size,
+    unshare,
+)
 from lightning_gpipe.strategy.adapters.averages import Averages
 from lightning_gpipe.strategy.adapters.methods import adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
@@ -146,8 +160,8 @@ class GPipeStrategy(ParallelStrategy):
             the parameters of its own stages.
         outputs: The processes that get the outputs of the last stage, and run the user's step from
             its call of the pipeline to the loss: ``"all"``, or that of the ``"last"`` stage, which
-            tells the others the loss and what was logged. ``"auto"`` is ``"all"`` for up to eight
-            processes, and ``"last"`` for more.
+            tells the others the loss and what was logged, and has what is around the pipeline.
+            ``"auto"`` is ``"all"`` for up to eight processes, and ``"last"`` for more.
         timeout: How long processes wait for a slow one, when they agree on something or save a
             checkpoint.
         lost_after: The time after which a process that was stopped, or that no network reaches, is
@@ -477,7 +491,7 @@ class GPipeStrategy(ParallelStrategy):
             piped,
             verify=self.options.verified,
             in_wrapper=self._in_wrapper,
-            last=LastOutputs(module, piped.pipeline, changes, processes.explain)
+            last=LastOutputs(module, piped.pipeline, piped.inner, changes, processes.explain)
             if processes.at_last
             else None,
         )
@@ -500,7 +514,24 @@ class GPipeStrategy(ParallelStrategy):
             return dataloader
         refuse_world_size(dataloader, self.world_size, self.data_parallel_size)
         _auto_add_worker_init_fn(dataloader, self.data_parallel_rank)
-        return SharedLoader(dataloader, group)
+        return SharedLoader(dataloader, group, self._readers)
+
+    def _readers(self) -> Collection[int] | None:
+        """Return the places in the pipeline of the processes that read a batch; None for all."""
+        trainer, piped, steps = self._root.trainer, self._piped, self._steps
+        predicts = trainer.state.fn == TrainerFn.PREDICTING
+        if predicts or not self._processes.at_last or piped is None or steps is None:
+            return None
+        data = trainer.datamodule  # type: ignore[attr-defined]  # a connector sets it
+        if not piped.inner or steps.verifies or has_batch_hooks(self._root, data):
+            return None
+        return piped.ends
+
+    @override
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._processes.at_last and is_without_values(batch):
+            return batch
+        return super().batch_to_device(batch, *args, **kwargs)
 
     # Backward.
 
@@ -531,7 +562,11 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        self._replicas.after_backward()
+        called = self._steps is None or self._steps.called
+        if self._replicas.after_backward(called=called):
+            for optimizer in self.optimizers:
+                drop_foreign_states(optimizer)
+            self._averages.follow(self._root)
 
     @contextmanager
     @override

@@ -1,10 +1,10 @@
 """Steps whose outputs only the first process gets, which tells the others what came of them.
 
-With ``outputs="last"`` the user's step runs in all processes up to its call of the pipeline. It
-goes on from there in the process of the last stage only, which is the first of the Trainer, where
-loggers write. Lightning's loop runs in all processes, which must do the same after the step. So the
-first one tells them the loss, what the step logged, and which buffers and random generators it
-changed; nothing is computed again.
+With ``outputs="last"`` the user's step runs up to its call of the pipeline in all processes that
+need it, see :mod:`.inner_processes`. It goes on from there in the process of the last stage only,
+which is the first of the Trainer, where loggers write. Lightning's loop runs in all processes,
+which must do the same after the step. So the first one tells them the loss, what the step logged,
+and which buffers and random generators it changed; nothing is computed again.
 
 A metric of the module has seen all rows in the first process only, which computes it for all.
 """
@@ -12,7 +12,7 @@ A metric of the module has seen all rows in the first process only, which comput
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from numbers import Number
@@ -28,6 +28,7 @@ from lightning_gpipe.core.faithful import BufferState, Journal, RandomState
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import StepAtLast
 from lightning_gpipe.core.transport import OutputElsewhere
+from lightning_gpipe.strategy.inner_processes import InnerProcesses
 
 _SIGNATURE = inspect.signature(L.LightningModule.log)
 _REDUCTIONS = "mean", "min", "max", "sum"
@@ -52,8 +53,12 @@ class LastOutputs:
     Args:
         module: The LightningModule.
         pipeline: The pipeline in it.
+        inner: The places in the pipeline of the processes that do not run the steps.
         changes: Records the methods that are replaced until teardown.
         explain: Raises why the network has failed in place of an error, if it is of that.
+
+    Attributes:
+        called: Whether the latest step has called the pipeline.
 
     Raises:
         ValueError: If the pipeline has several modules.
@@ -63,6 +68,7 @@ class LastOutputs:
         self,
         module: L.LightningModule,
         pipeline: GPipe,
+        inner: Collection[int],
         changes: Journal,
         explain: Callable[[BaseException], None],
     ) -> None:
@@ -75,7 +81,9 @@ class LastOutputs:
         self._module = module
         self._engine = pipeline.only.engine
         self._explain = explain
+        self._inner = InnerProcesses(module, pipeline.piped_modules[0], inner, changes)
         self._step: StepAtLast | None = None
+        self.called = True
         self._calls: list[tuple[str, Call]] = []  # of log in this step, by the module's path
         self._computes = False  # whether a metric is being computed for all
         inside = {
@@ -125,18 +133,20 @@ class LastOutputs:
             )
         before = _State.capture(self._modules.values()) if self._engine.layout.last_here else None
         self._calls, result = [], None
+        self._inner.begin()
         try:
-            with self._engine.outputs_at_last() as self._step, suppress(OutputElsewhere):
-                result = step()
+            with self._engine.outputs_at_last() as self._step:
+                with suppress(OutputElsewhere):
+                    result = step()
+                self._inner.end()
             at_last, loss = self._step, result if trains else None
+            self.called = at_last.called
         finally:
             self._step = None
-        if at_last.called:  # in all processes
-            own = partial(self._outcome, at_last, loss, before)
-            outcome = self._first_ones(own)
-            self._calls = outcome["calls"]
-            if not at_last.here:
-                result = self._follow(at_last, outcome, result)
+        outcome = self._first_ones(partial(self._outcome, at_last, loss, before))
+        self._calls = outcome["calls"]
+        if not at_last.here:
+            result = self._follow(at_last, outcome, result if at_last.called else None)
         with logging():
             self._replay(self._calls)
         return result
@@ -149,6 +159,7 @@ class LastOutputs:
         path_of = {each: path for path, each in self._modules.items()}
         return {
             "loss": loss.detach() if isinstance(loss, Tensor) else None,
+            "requires_grad": isinstance(loss, Tensor) and loss.requires_grad,
             "leads": isinstance(loss, Tensor) and step.leads_to(loss),
             "is_dict": is_dict,
             "calls": self._calls,
@@ -157,18 +168,12 @@ class LastOutputs:
                 (path_of[owner], name, owner._buffers[name])
                 for owner, name in before.buffers.changed
             ],
-            "random": [
-                (k, state)
-                for k, state in enumerate(RandomState.capture().states)
-                if before.random.only(k).differences()
-            ],
+            "random": before.random.changes(),
         }
 
     def _follow(self, step: StepAtLast, outcome: Mapping[str, Any], result: Any) -> Any:
         """Do what the first process has done after its call; return the result of the step."""
-        random = RandomState.capture()
-        for k, state in outcome["random"]:
-            random.only(k)._replace(states=[state]).restore()
+        RandomState.capture().follow(outcome["random"])
         for path, name, value in outcome["buffers"]:
             self._modules[path]._buffers[name] = value
         for path, count in outcome["updates"].items():
@@ -180,6 +185,8 @@ class LastOutputs:
             loss = result
         elif step.zero is not None and outcome["leads"]:
             loss = loss + step.zero.to(loss)
+        elif outcome["requires_grad"]:  # for parameters of the first process
+            loss = loss.requires_grad_()
         return {"loss": loss} if outcome["is_dict"] else loss
 
     # What is logged, and metrics.
@@ -225,7 +232,8 @@ class LastOutputs:
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
         """Return the value of a metric, which the first process computes for all."""
-        alone = self._step is not None and self._step.called
+        # Within a step, others may be ahead, or not run it.
+        alone = self._step is not None and (self._step.called or self._inner.some)
         return compute() if alone or self._computes else self._first_ones(compute)
 
     def _first_ones(self, compute: Callable[[], Any]) -> Any:

@@ -62,6 +62,11 @@ class MicroBatchSteps:
         self._watching = True  # until a batch has several micro-batches
         self._stepping = MicroBatchStepping(pipeline.only, schedule)
 
+    @property
+    def verifies(self) -> bool:
+        """True if the next step is verified."""
+        return bool(self._verify)
+
     def run(self, precision: Precision, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run training_step for each micro-batch, and return its result for the batch.
 

@@ -5,6 +5,7 @@ The modules are piped within the whole LightningModule, whose forward and steps 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 from lightning.pytorch import Trainer
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.checkpoints import MeasuredBalances
+from lightning_gpipe.core.data import Rows
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.frontends import candidates, is_installed, on_meta
 from lightning_gpipe.core.layout import check_balance, check_even, check_initialised
@@ -129,6 +131,7 @@ class PipelinedModule:
             warn_of_one_device(balances, sizes, len(devices))
         measured_balances.keep(self.modules, balances, sizes)
         self._root = root
+        self._settings = settings
         self._verifier: FirstBatchVerifier | None = None
         self._reported: set[tuple[str, bool]] = set()  # the faster way of each module
         self._first = True  # whether no batch has run
@@ -166,6 +169,42 @@ class PipelinedModule:
             for parameter in partition.parameters
         }
         return [p for p in self._root.parameters() if id(p) in shared or id(p) not in inside]
+
+    def shared(self) -> set[int]:
+        """Return the ids of parameters around the stages that code of any process may use.
+
+        Those that stages have, too, and those of a module whose forward calls layers one by one, in
+        which parameters may be used between them; and those of recurrent modules, which hold on to
+        the objects that are their weights.
+        """
+        modules = [x.frontend.owner for x in self.modules if not x.frontend.takes_batch]
+        modules += [x for x in self._root.modules() if isinstance(x, nn.RNNBase)]
+        used = [parameter for module in modules for parameter in module.parameters()]
+        return set(map(id, [*used, *(p for x in self.pipeline.layouts for p in x.everywhere)]))
+
+    @property
+    def inner(self) -> Collection[int]:
+        """The places of the processes that need not run the user's steps, but know their calls.
+
+        They have neither the first stage nor the last. An nn.Sequential runs the same for each
+        call, and its rows are divided without their values.
+        """
+        [piped, *others], pipeline = self.modules, self.pipeline
+        rows = type(self._settings.microbatching) in (type(None), Rows)
+        if others or not (piped.frontend.takes_batch and rows) or self._settings.verify is True:
+            return frozenset()
+        return {*pipeline.layout.owners} - self.ends
+
+    @property
+    def run_by_ends(self) -> bool:
+        """True if all processes but those of the first and the last stage are :attr:`inner`."""
+        return {*self.pipeline.layout.owners} == self.ends | {*self.inner}
+
+    @property
+    def ends(self) -> set[int]:
+        """The places of the processes of the first and the last stage."""
+        layout = self.pipeline.layout
+        return {layout.owner_of(0), layout.owner_of(layout.n - 1)}
 
     def norms_around(self) -> dict[str, _BatchNorm]:
         """Return the batch norms around the stages by their paths."""

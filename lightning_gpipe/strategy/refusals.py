@@ -284,11 +284,11 @@ def explain_meta(error: BaseException, module: nn.Module) -> None:
     if names and isinstance(error, RuntimeError) and re.search(r"\bmeta\b", str(error)):
         add_note(
             error,
-            "a process has the values of its own stages, and the parameters of others are on the "
-            f"meta device: got {len(names)} of {len(list(module.parameters()))}, such as "
-            f"{names[0]}. For a penalty write the optimizer's weight_decay, or add that of "
-            "parameters that are not is_meta; for a norm of gradients write "
-            "self.trainer.strategy.grad_norm(self).",
+            "a process has the parameters that it uses, and the others are on the meta device: got "
+            f"{len(names)} of {len(list(module.parameters()))}, such as {names[0]}. For a penalty "
+            "write the optimizer's weight_decay, or add that of parameters that are not is_meta; "
+            "for a norm of gradients write self.trainer.strategy.grad_norm(self); to call the "
+            "model outside of its steps write outputs='all'.",
         )
 
 

@@ -35,12 +35,14 @@ from lightning_gpipe.core.faithful import (
     check_batch_norms,
     over_replicas,
 )
+from lightning_gpipe.core.frontends import forget_values, recall
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.run import leaves_around
 from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed import (
     GradientAverages,
+    GradientsAround,
     Group,
     OptimizerShards,
     SameParameters,
@@ -259,10 +261,20 @@ class Replicas:
         if self._together is not None:
             self._together.begin()
 
-    def after_backward(self) -> None:
-        """Give the processes of a pipeline the same gradients of what each of them has."""
-        if self._together is not None and self._averages_now:
-            self._together.equalise()
+    def after_backward(self, *, called: bool) -> bool:
+        """Give the processes of a pipeline the same gradients of what each of them has.
+
+        Returns:
+            Whether some parameters have no values here any more, see
+            :meth:`GradientsAround.add_up`.
+        """
+        if self._together is None or not self._averages_now:
+            return False
+        dropped = self._together.equalise(called=called)
+        for parameter in dropped:
+            parameter.grad = None
+            forget_values(parameter)
+        return bool(dropped)
 
     @property
     def _averages_now(self) -> bool:
@@ -276,21 +288,28 @@ class Replicas:
         modules = pipelined.modules
         self._pipeline = modules[0].pipeline if len(modules) == 1 else None
         self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
-        group, everyone = processes.pipeline_group, None
+        group, everyone, parts = processes.pipeline_group, None, None
+        for parameter in around if group is not None else ():
+            recall(parameter, modules[0].pipeline.layout.outside)  # after another fit
         if processes.options.sharding is not None and self._across is not None:
             self._shares = Shares(self._across, around)
         if self._divides_gradients:
             everyone = self._everyone
             group, around = (everyone, []) if group is None else (group, around)
         if group is not None:
-            self._together = SameParameters(
-                group,
-                around,
-                precision,
-                summed=self._everyone if processes.at_last else None,
-                shares=self._shares if self._divides_gradients else None,
-                everyone=everyone,
-            )
+            layout = modules[0].pipeline.layout
+            if processes.at_last:
+                parts = GradientsAround(
+                    around,
+                    group,
+                    self._everyone,
+                    self._across,
+                    layout.owner_of(0),
+                    pipelined.shared(),
+                    alone=pipelined.run_by_ends,
+                    shares=self._shares if self._divides_gradients else None,
+                )
+            self._together = SameParameters(group, around, precision, parts, everyone)
         if processes.groups is None:
             return
         self._waits = 0

@@ -68,6 +68,16 @@ class UserSteps:
             )
         self._sampled = verify != "sample" or self._spread or self._by_micro_batch is not None
 
+    @property
+    def called(self) -> bool:
+        """False if outputs are for the last stage, and the latest step has not run the pipeline."""
+        return self._last is None or self._last.called
+
+    @property
+    def verifies(self) -> bool:
+        """True if the next training step is verified, for which all processes run it."""
+        return self._by_micro_batch is not None and self._by_micro_batch.verifies
+
     def training(
         self,
         step: Callable[..., Any],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gpipe.distributed.group import Group
 from tests.support.processes import assert_equal
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, Ranks
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -47,3 +47,24 @@ def test_tensors_of_any_form(two_ranks: Pool) -> None:
     assert torch.equal(found[7].to_dense(), base)
     assert found[8]["twice"][0] is found[8]["twice"][1]
     assert found[0].stride() == values[0].stride()
+
+
+def handed(value: Any) -> Any:
+    """What a rank takes, or what a tensor is that was moved to the second one."""
+    group = Group(timedelta(seconds=20))
+    if group.rank == 0:
+        group.hand(value, [0, 2], "a value")
+    if group.rank == 2:
+        return group.take("a value")
+    tensor = torch.full((3,), float(group.rank), dtype=torch.float64)
+    group.move(tensor, 0, 1, "a tensor")
+    return tensor.tolist()
+
+
+def test_values_for_some_processes(three_ranks: Ranks) -> None:
+    value = {"x": torch.arange(6.0).reshape(2, 3), "name": "rows"}
+
+    *moved, taken = three_ranks.run(handed, value)
+
+    assert moved == [[0.0] * 3] * 2
+    assert_equal(taken, value)

@@ -49,7 +49,14 @@ AVERAGES = {
 }
 
 
-def fit(root: Path, processes: str, name: str, epochs: int, resumed: Path | None = None) -> Any:
+def fit(
+    root: Path,
+    processes: str,
+    name: str,
+    epochs: int,
+    resumed: Path | None = None,
+    outputs: str = "all",
+) -> Any:
     """A fit, with checkpoints of each epoch, and the metrics and weights at its end."""
     torch.manual_seed(0)
     model = normed()
@@ -62,22 +69,23 @@ def fit(root: Path, processes: str, name: str, epochs: int, resumed: Path | None
     if processes == "plain":
         made = trainer(root, **options)
     else:
-        made = trainer_over(root, processes, [2, 4], {"chunks": 1}, **options)
+        made = trainer_over(root, processes, [2, 4], {"chunks": 1, "outputs": outputs}, **options)
     made.fit(model, datamodule=Data(), ckpt_path=resumed)
     made.save_checkpoint(root / "end.ckpt")
     metrics = {k: float(x) for k, x in made.callback_metrics.items()}
     return metrics, {k: x.detach() for k, x in model.state_dict().items() if not x.is_meta}
 
 
+@pytest.mark.parametrize("outputs", ["all", "last"])
 @pytest.mark.parametrize("name", AVERAGES)
-def test_fit_and_resumed_fit(tmp_path: Path, two_ranks: Pool, name: str) -> None:
+def test_fit_and_resumed_fit(tmp_path: Path, two_ranks: Pool, name: str, outputs: str) -> None:
     plain, both, again = (tmp_path / each for each in ("plain", "both", "again"))
     with torch.random.fork_rng(devices=[]):
         metrics, weights = fit(plain, "plain", name, 3)
 
     close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
-    first = two_ranks.run(fit, both, "per_stage", name, 3)
-    second = two_ranks.run(fit, again, "per_stage", name, 3, both / "epoch=1.ckpt")
+    first = two_ranks.run(fit, both, "per_stage", name, 3, None, outputs)
+    second = two_ranks.run(fit, again, "per_stage", name, 3, both / "epoch=1.ckpt", outputs)
     for found, own in (*first, *second):
         assert found == pytest.approx(metrics, rel=1e-6)
         close(own, {name: weights[name] for name in own})

@@ -21,7 +21,7 @@ from lightning_gpipe import GPipeStrategy
 from tests.lightning.test_processes import checkpoint
 from tests.lightning.test_replicas import PLACES, Halves, Logging, result
 from tests.lightning.test_schedules import Embedded, Record
-from tests.lightning.test_schedules_over_processes import FOLDED, balance_of
+from tests.lightning.test_schedules_over_processes import FOLDED
 from tests.promises.test_drawn_fits import numbers
 from tests.support.lightning_modules import Classifier, Data, six_layers, trainer
 from tests.support.models import assert_same
@@ -85,22 +85,27 @@ class Tied(Classifier):
         return loss
 
 
-MODELS = {"everything": Everything, "tied": Tied, "plain": Classifier}
-
-
 def fit(
-    root: Path, processes: str, mode: str, schedule: Any, name: str, options: dict[str, Any]
+    root: Path,
+    processes: str,
+    mode: str,
+    schedule: Any,
+    kind: type[Classifier],
+    options: dict[str, Any],
+    machines: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """A fit with validation, and what came of it in this process."""
     torch.manual_seed(0)
-    model, record = MODELS[name](), Record()
+    model, record = kind(), Record()
     outputs = {} if processes == "single" else {"outputs": "last"}
+    machines = machines or MODES[mode]
+    stages = machines[0] * (2 if schedule in ("zero_bubble_v", FOLDED) else 1)
     made = trainer_over(
         root,
         processes,
-        balance_of(schedule, mode),
+        [6 // stages + (k < 6 % stages) for k in range(stages)],
         {"chunks": 4, "schedule": schedule, "verify": False, **outputs},
-        (MODES[mode][0], 1) if processes == "single" else None,
+        (machines[0], 1) if processes == "single" else machines,
         callbacks=[record, EarlyStopping("val_loss", patience=5)],
         max_epochs=2,
         **options,
@@ -123,16 +128,16 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    "mode, schedule, name, options",
+    "mode, schedule, kind, options",
     [
-        ("per_stage", "fill_drain", "everything", {}),
-        ("per_stage", "1f1b", "everything", {"accumulate_grad_batches": 2}),
-        ("per_node", "fill_drain", "everything", {"gradient_clip_val": 0.05}),
-        ("per_node", "1f1b", "tied", {}),
-        ("per_stage", "fill_drain", "tied", {"accumulate_grad_batches": 2}),
-        ("per_stage", "zero_bubble", "plain", {"precision": "bf16-mixed"}),
-        ("per_stage", "zero_bubble_v", "everything", {"gradient_clip_val": 0.05}),
-        ("per_stage", FOLDED, "everything", {}),
+        ("per_stage", "fill_drain", Everything, {}),
+        ("per_stage", "1f1b", Everything, {"accumulate_grad_batches": 2}),
+        ("per_node", "fill_drain", Everything, {"gradient_clip_val": 0.05}),
+        ("per_node", "1f1b", Tied, {}),
+        ("per_stage", "fill_drain", Tied, {"accumulate_grad_batches": 2}),
+        ("per_stage", "zero_bubble", Classifier, {"precision": "bf16-mixed"}),
+        ("per_stage", "zero_bubble_v", Everything, {"gradient_clip_val": 0.05}),
+        ("per_stage", FOLDED, Everything, {}),
     ],
 )
 def test_fit(
@@ -140,14 +145,27 @@ def test_fit(
     two_ranks: Pool,
     mode: str,
     schedule: Any,
-    name: str,
+    kind: type[Classifier],
     options: dict[str, Any],
 ) -> None:
-    args = mode, schedule, name, options
+    check_fit(tmp_path, two_ranks, mode, schedule, kind, options, MODES[mode])
+
+
+def check_fit(
+    tmp_path: Path,
+    ranks: Pool,
+    mode: str,
+    schedule: Any,
+    kind: type[Classifier],
+    options: dict[str, Any],
+    machines: tuple[int, int],
+) -> None:
+    """Compare a fit over processes with one in a single process."""
+    args = mode, schedule, kind, options, machines
     with torch.random.fork_rng(devices=[]):
         expected = fit(tmp_path / "single", "single", *args)
 
-    first, *others = two_ranks.run(fit, tmp_path / "both", mode, *args)
+    first, *others = ranks.run(fit, tmp_path / "both", mode, *args)
 
     assert_close(first.pop("outputs"), expected.pop("outputs"))
     state, everywhere = expected.pop("state"), set[str]()

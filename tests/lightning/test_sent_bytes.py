@@ -121,3 +121,56 @@ def test_processes_are_connected_with_those_they_talk_to(tmp_path: Path) -> None
 
     assert first.connections <= 2 * 5  # of the pipeline, and of the Trainer
     assert all(each.connections <= 2 * 3 for each in others)
+
+
+# Parameters around the pipeline.
+
+TOKENS = 2**14  # of a vocabulary, whose embedding has 1 MB
+EMBEDDING = TOKENS * WIDTH * 8  # bytes
+
+
+class Embedded(Growing):
+    """An embedding before a chain, and a head as large after it, which may be tied."""
+
+    def __init__(self, stages: int, tied: bool) -> None:
+        super().__init__(stages, WIDTH)
+        self.embedding = nn.Embedding(TOKENS, WIDTH).double()
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False).double()
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.layers[0] = nn.Linear(WIDTH, WIDTH).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embedding(batch[1])
+        return self.head(self.layers(x)).logsumexp(-1).mean()
+
+
+def embedded(root: Path, stages: int, tied: bool, options: dict[str, Any]) -> tuple[int, float]:
+    """The fewest bytes that are sent in a step, and their mean."""
+    torch.manual_seed(0)
+    counter = Counter()
+    made = trainer_over(
+        root,
+        "per_stage",
+        [1] * stages,
+        {"chunks": 2, "outputs": "last", **options},
+        (stages, 1),
+        callbacks=[counter],
+        max_epochs=2,
+    )
+    made.fit(Embedded(stages, tied), datamodule=Data())
+    sent = [after - before for before, after in pairwise(counter.sent)]
+    return min(sent), sum(sent) / len(sent)
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_is_sent_between_two_processes(tmp_path: Path, schedule: str, tied: bool) -> None:
+    """Its gradient goes to the first process, and comes back if it has a part in it."""
+    with new_ranks(4) as ranks:
+        last, *inner, first = ranks.run(embedded, tmp_path, 4, tied, {"schedule": schedule})
+
+    # Some of what a process sends is counted in the next step.
+    assert all(least < LITTLE for least, _ in inner)
+    assert 0.7 < first[1] / EMBEDDING < 1.3
+    assert 0.7 < last[1] / EMBEDDING < 1.3 if tied else last[0] < LITTLE

@@ -44,6 +44,7 @@ from lightning_gpipe.core.data.tensors import (
     equal,
     identity,
     memory,
+    outline,
     overlap,
     record_stream,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "mark_aliased",
     "memory",
     "named_leaves",
+    "outline",
     "overlap",
     "parted",
     "receiving",

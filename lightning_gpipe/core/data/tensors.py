@@ -14,6 +14,8 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.data.marks import copy_marks
+
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
@@ -106,3 +108,14 @@ def checksums(parameter: Tensor) -> Tensor:
     if value.is_floating_point():
         sums.append(torch.linalg.vector_norm(value, dtype=torch.float64))
     return torch.stack(sums).nan_to_num()
+
+
+def outline(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same form and with the same marks whose memory is one element.
+
+    A tensor that is sparse or nested is returned as it is.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    one = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    return copy_marks(tensor, one.requires_grad_(tensor.requires_grad))

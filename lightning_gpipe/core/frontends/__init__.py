@@ -10,6 +10,7 @@ from lightning_gpipe.core.frontends.device_moves import (
     move_home,
     on_meta,
     place_all,
+    recall,
     replaceable,
     with_index,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "on_meta",
     "parameters_on_meta",
     "place_all",
+    "recall",
     "remove_dispatch_hooks",
     "replaceable",
     "with_index",

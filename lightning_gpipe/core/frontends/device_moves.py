@@ -214,6 +214,13 @@ def forget_values(parameter: Tensor) -> None:
         await_value(parameter, Source.ELSEWHERE)
 
 
+def recall(parameter: Tensor, device: torch.device) -> None:
+    """Give a parameter memory on ``device``, whose values another process has and will send."""
+    if is_in_another_process(parameter):
+        created = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, created)
+
+
 def place_around(root: nn.Module, inner: Collection[nn.Module], device: torch.device) -> None:
     """Move all of ``root`` except the modules in ``inner`` to ``device``."""
     if root in inner:
@@ -224,7 +231,7 @@ def place_around(root: nn.Module, inner: Collection[nn.Module], device: torch.de
     for child in root.children():
         place_around(child, inner, device)
     _materialise(root, device)
-    root._apply(lambda tensor: tensor.to(device), recurse=False)
+    root._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False)
 
 
 def on_meta(module: nn.Module) -> bool:

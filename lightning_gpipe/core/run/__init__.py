@@ -9,6 +9,7 @@ from lightning_gpipe.core.run.backward.roots import leaves_behind
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.gradient_home import GradientHome, GradientTransfer
 from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
+from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import greenlets
 from lightning_gpipe.core.run.micro_batch_losses.losses import LOSS_WEIGHT, Losses, loss_and_weight
 from lightning_gpipe.core.run.micro_batch_losses.user_step import UserStep
@@ -39,6 +40,7 @@ __all__ = [
     "ThreadsOrInline",
     "Timeline",
     "UserStep",
+    "ValuesOnLayers",
     "check_threads",
     "greenlets",
     "in_layers",

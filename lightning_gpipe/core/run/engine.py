@@ -121,7 +121,7 @@ class Engine:
             ),
         )
         self._side_channels = SideChannels(layout.partitions)
-        self._values_on_layers = ValuesOnLayers(self.stages)
+        self._values_on_layers = ValuesOnLayers([stage.partition for stage in self.stages])
         self._parameters = sum(
             parameter.numel()
             for partition in layout.partitions

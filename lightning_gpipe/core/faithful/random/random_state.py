@@ -75,6 +75,17 @@ class RandomState(NamedTuple):
         for generator, state in zip(self.generators, self.states, strict=True):
             generator.set_state(state)
 
+    def changes(self) -> list[tuple[int, Any]]:
+        """Return the numbers and the present states of the generators that have others since."""
+        present = RandomState.of(self.generators).states
+        states = enumerate(zip(self.states, present, strict=True))
+        return [(k, new) for k, (old, new) in states if not _same(old, new)]
+
+    def follow(self, changes: Iterable[tuple[int, Any]]) -> None:
+        """Set generators to the states that another process has found by :meth:`changes`."""
+        for k, state in changes:
+            self.generators[k].set_state(state)
+
     def differences(self) -> list[str]:
         """Return the names of the generators that were drawn from, or set, since."""
         present = RandomState.of(self.generators).states

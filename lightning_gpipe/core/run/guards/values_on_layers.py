@@ -19,9 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import PendingTensor, equal
-from lightning_gpipe.core.layout import Holder, holders, within
-from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.data import PendingTensor, equal, term_receiver
+from lightning_gpipe.core.layout import Holder, Partition, holders, within
 
 _SEARCHES = 2  # the second, for what is set there once the model has run
 _LARGE = 64  # elements of containers, which are not searched
@@ -33,10 +32,10 @@ _Slots = tuple[str, Mapping[str, Any]]  # the name of a module, and its attribut
 
 
 class ValuesOnLayers:
-    """Compares what the caller's code leaves to layers before it calls the pipeline."""
+    """Compares what the caller's code leaves to the layers of some stages before its call."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = stages
+    def __init__(self, partitions: Sequence[Partition]) -> None:
+        self._partitions = partitions
         self._searches = 0
         self._before: dict[str, list[Any]] = {}
         self._slots: list[_Slots] = []  # of all modules, once they are not searched
@@ -82,6 +81,12 @@ class ValuesOnLayers:
             )
         return [x for items in values.values() for x in items if isinstance(x, Tensor)]
 
+    @property
+    def left(self) -> list[str]:
+        """The names of what the code has left to layers, since the first mini-batch."""
+        variables = self._variables - {term_receiver}
+        return [*self._places, *(f"context variable {x.name}" for x in variables)]
+
     def at_end(self, i: int) -> None:
         """Raise RuntimeError if they are others at the end of the code for micro-batch ``i``."""
         values = {name: _values(place) for name, place in self._places.items()}
@@ -126,8 +131,8 @@ class ValuesOnLayers:
                     yield f"{path}.{holder.prefix}{name}", (holder.slots, name)
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for stage in self._stages:
-            for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True):
+        for partition in self._partitions:
+            for title, layer in zip(partition.titles, partition.layers, strict=True):
                 yield from layer.named_modules(prefix=title)
 
     def _modules(self) -> Iterator[_Slots]:

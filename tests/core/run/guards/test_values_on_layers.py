@@ -5,23 +5,23 @@ from contextvars import copy_context
 
 from torch import nn
 
-from lightning_gpipe.core.run import Stage
+from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
 from tests.support.stages import stage
 
 
-class Searched(list[Stage]):
-    """Stages that count how often their layers are searched."""
+class Searched(list[Partition]):
+    """Partitions that count how often their layers are searched."""
 
     searches = 0
 
-    def __iter__(self) -> Iterator[Stage]:
+    def __iter__(self) -> Iterator[Partition]:
         self.searches += 1
         return super().__iter__()
 
 
 def test_search_in_the_first_mini_batches_only() -> None:
-    stages = Searched([stage(nn.Linear(2, 2))])
+    stages = Searched([stage(nn.Linear(2, 2)).partition])
     values = ValuesOnLayers(stages)
 
     for _ in range(5):

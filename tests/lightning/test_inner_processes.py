@@ -1,0 +1,280 @@
+"""Processes with neither the first stage nor the last run nothing of the user's steps.
+
+With outputs for the last stage, fits end as in one process all the same; ``inner_processes``.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_gpipe import collect_loss_terms, loss_term, whole
+from tests.lightning.test_last_outputs import Everything, Tied, check_fit
+from tests.support.lightning_modules import Classifier, Data
+from tests.support.processes import said
+from tests.support.ranks import Pool, Ranks
+from tests.support.trainers import trainer_over
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    # Ours, of batch norms around the pipeline, which see micro-batches.
+    pytest.mark.filterwarnings("ignore:training_step must leave nothing on the module"),
+]
+
+FOUR = {"per_stage": (4, 1), "per_node": (4, 4)}  # numbers of devices and machines
+
+
+class Alternating(Classifier):
+    """Trains its head alone in every second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        alone = batch_idx % 2
+        loss = self.head.weight.square().sum() if alone else F.cross_entropy(self(x), y)
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+class Metered(Classifier):
+    """Calls a metric before its call of the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.log("inputs", self.mean(x.mean()))
+        loss = F.cross_entropy(self(x), y)
+        self.log("mean", self.mean)
+        return loss
+
+
+class Penalised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        loss_term("size", x.square().mean())
+        return super().forward(x)
+
+
+class Structured(Classifier):
+    """Gives the first layer a structure, of which a part is for all rows, and has loss terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1, 6, dtype=torch.float64))
+        self.layers[0] = Shifting(6, 8).double()
+        self.layers[4] = Penalised(8, 8).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with collect_loss_terms() as terms:
+            output = self.head(self.layers({"x": x, "shift": whole(self.shift), "name": "rows"}))
+        loss: Tensor = F.cross_entropy(output, y) + 0.1 * terms["size"]
+        self.log("loss", loss)
+        return loss
+
+    def _evaluate(self, batch: Any, stage: str) -> None:
+        output = self.head(self.layers({"x": batch[0], "shift": whole(self.shift), "name": "rows"}))
+        self.log(f"{stage}_loss", F.cross_entropy(output, batch[1]))
+
+
+class Shifting(nn.Linear):
+    def forward(self, value: Any) -> Tensor:
+        return super().forward(value["x"] + value["shift"])
+
+
+@pytest.mark.parametrize(
+    "mode, schedule, kind, options",
+    [
+        ("per_stage", "fill_drain", Everything, {"accumulate_grad_batches": 2}),
+        ("per_stage", "1f1b", Everything, {"gradient_clip_val": 0.05}),
+        ("per_stage", "zero_bubble", Tied, {}),
+        ("per_node", "1f1b", Everything, {"accumulate_grad_batches": 2}),
+        ("per_stage", "fill_drain", Classifier, {"precision": "bf16-mixed"}),
+        ("per_stage", "fill_drain", Alternating, {}),
+        ("per_stage", "fill_drain", Metered, {}),
+        ("per_stage", "fill_drain", Structured, {}),
+        ("per_stage", "1f1b", Structured, {}),
+    ],
+)
+def test_fit(
+    tmp_path: Path,
+    four_ranks: Pool,
+    mode: str,
+    schedule: Any,
+    kind: type[Classifier],
+    options: dict[str, Any],
+) -> None:
+    check_fit(tmp_path, four_ranks, mode, schedule, kind, options, FOUR[mode])
+
+
+def test_alternating_steps_over_two_processes(tmp_path: Path, two_ranks: Pool) -> None:
+    """Once the gradients of a step without the pipeline were those of all processes, added up."""
+    check_fit(tmp_path, two_ranks, "per_stage", "fill_drain", Alternating, {}, (2, 1))
+
+
+# What runs where.
+
+
+class Counting(Classifier):
+    """Counts its steps by their kinds, and the calls of its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: dict[str, int] = {"train": 0, "val": 0, "test": 0, "head": 0}
+        self.head.register_forward_hook(lambda *_: self._count("head"))
+
+    def _count(self, kind: str) -> None:
+        self.began[kind] += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._count("train")
+        return super().training_step(batch, batch_idx)
+
+    def _evaluate(self, batch: Any, stage: str) -> None:
+        self._count(stage)
+        super()._evaluate(batch, stage)
+
+
+def counts(root: Path, schedule: str, verify: bool) -> dict[str, int]:
+    strategy = {"outputs": "last", "schedule": schedule, "chunks": 2, "verify": verify}
+    made = trainer_over(root, "per_stage", [2, 2, 2], strategy, (3, 1), max_epochs=1)
+    model = Counting()
+    made.fit(model, datamodule=Data())
+    made.test(model, datamodule=Data(), verbose=False)
+    return model.began
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_only_the_processes_of_both_ends_run_steps(
+    tmp_path: Path, three_ranks: Ranks, schedule: str
+) -> None:
+    last, inner, first = three_ranks.run(counts, tmp_path, schedule, False)
+
+    steps = 3 * (1 if schedule == "fill_drain" else 2)  # of a batch, or of micro-batches
+    assert last == {"train": steps, "val": 4, "test": 2, "head": steps + 6}
+    assert first == {**last, "head": 0}
+    assert inner == dict.fromkeys(last, 0)
+
+
+def test_all_processes_run_steps_that_are_verified(tmp_path: Path, three_ranks: Ranks) -> None:
+    _, inner, first = three_ranks.run(counts, tmp_path, "fill_drain", True)
+
+    assert inner == first
+    assert inner["train"] == 3
+
+
+# Batches.
+
+
+class Seen(Callback):
+    """Notes which batches have values in this process, and their shapes."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[bool, torch.Size]] = []
+
+    def _note(self, batch: Any) -> None:
+        self.batches.append((batch[0].is_meta or batch[1].is_meta, batch[0].shape))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        self._note(batch)
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        self._note(batch)
+
+    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        self._note(batch)
+
+
+class Transferring(Classifier):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + torch.rand(()), batch[1]]
+
+
+def batches(root: Path, kind: type[Classifier], schedule: str, verify: Any) -> Any:
+    """The batches of a fit, and those of a prediction after it."""
+    strategy = {"outputs": "last", "schedule": schedule, "chunks": 2, "verify": verify}
+    seen, model = Seen(), kind()
+    options: dict[str, Any] = {"max_epochs": 1, "callbacks": [seen]}
+    made = trainer_over(root, "per_stage", [2, 2, 2], strategy, (3, 1), **options)
+    made.fit(model, datamodule=Data())
+    fitted, seen.batches = seen.batches, []
+    predicted = made.predict(model, datamodule=Data()) or []
+    return fitted, seen.batches, [x.shape for x in predicted if isinstance(x, Tensor)]
+
+
+SHAPES = [torch.Size([rows, 6]) for rows in (5, 4, 7, 7, 6, 5, 4)]  # sanity check, fit, validation
+
+
+@pytest.mark.parametrize(
+    "schedule, verify, read",
+    [("fill_drain", "sample", 0), ("1f1b", False, 0), ("1f1b", "sample", 3)],
+)
+def test_only_the_processes_of_both_ends_read_batches(
+    tmp_path: Path, three_ranks: Ranks, schedule: str, verify: Any, read: int
+) -> None:
+    """If the first step is verified, all read those that are loaded before it."""
+    last, inner, first = three_ranks.run(batches, tmp_path, Classifier, schedule, verify)
+
+    for fitted, predicted, outputs in (last, first):
+        assert fitted == [(False, shape) for shape in SHAPES]
+        assert predicted == [(False, shape) for shape in SHAPES[:2]]
+        assert outputs == [(5, 3), (4, 3)]
+    assert inner == ([(k >= read, shape) for k, shape in enumerate(SHAPES)], *first[1:])
+
+
+def test_all_processes_read_batches_that_hooks_change(tmp_path: Path, three_ranks: Ranks) -> None:
+    found = three_ranks.run(batches, tmp_path, Transferring, "fill_drain", False)
+
+    assert all(fitted == [(False, shape) for shape in SHAPES] for fitted, *_ in found)
+
+
+# Refusals.
+
+VARIABLE: ContextVar[int] = ContextVar("scale")
+
+
+class Leaving(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        vars(self.layers[2])["scale"] = float(batch_idx + 1)
+        return super().training_step(batch, batch_idx)
+
+
+class Setting(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        VARIABLE.set(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class Blocked(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.autocast("cpu", torch.bfloat16):
+            output = self.layers(x)
+        return F.cross_entropy(self.head(output.double()), y)
+
+
+LEFT = {Leaving: "layer 2.scale", Setting: "context variable scale", Blocked: "autocast"}
+
+
+def refused(root: Path, kind: type[Classifier]) -> str:
+    strategy = {"outputs": "last", "chunks": 2, "verify": False}
+    made = trainer_over(root, "per_stage", [2, 2, 2], strategy, (3, 1), max_epochs=1)
+    return said(lambda: made.fit(kind(), datamodule=Data()))
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_steps_that_leave_something_to_layers(
+    tmp_path: Path, three_ranks: Ranks, kind: type[Classifier]
+) -> None:
+    for error in three_ranks.run(refused, tmp_path, kind):
+        assert "a step must leave nothing to layers" in error
+        assert LEFT[kind] in error
