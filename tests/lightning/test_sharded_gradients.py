@@ -75,9 +75,11 @@ class Drawn(Classifier):
             self.around.weight = self.get_parameter("layers.2.weight")
         self.norms: list[float] = []
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layers[3].__dict__["on"] = bool(batch_idx % 2)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        self.layers[3].__dict__["on"] = bool(batch_idx % 2)
         x = self.layers(x.double())
         x = x * self.gain if batch_idx == 0 else x
         return F.cross_entropy(self.head(self.around(x)), y)
