@@ -44,6 +44,8 @@ def folder_of(path: str) -> str | None:
 
     After an interrupted save it is the folder of the previous checkpoint.
     """
+    if not _is_known(path):
+        return None
     for folder in (path, _beside(path, "old")):
         if _is_complete(folder):
             return folder
@@ -66,6 +68,9 @@ def set_aside(path: str) -> Iterator[None]:
 
     The folder is removed at the end of the block, or restored on an error.
     """
+    if not _is_known(path):
+        yield
+        return
     _remove(_beside(path, "part"))
     old = _beside(path, "old")
     if _is_complete(path):
@@ -230,6 +235,15 @@ def _id(folder: str) -> Path | str:
 
 def _beside(path: str, word: str) -> str:
     return f"{path.rstrip('/')}.{word}"
+
+
+def _is_known(path: str) -> bool:
+    """Return False for a path that only a CheckpointIO of the user's can read."""
+    try:
+        url_to_fs(path)
+    except (ImportError, ValueError):  # a library is not there, or a protocol has none
+        return False
+    return True
 
 
 def _is_complete(folder: str) -> bool:

@@ -529,7 +529,8 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._processes.at_last and is_without_values(batch):
+        processes = self._processes
+        if processes.groups is not None and processes.at_last and is_without_values(batch):
             return batch
         return super().batch_to_device(batch, *args, **kwargs)
 
@@ -562,6 +563,8 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
+        if self._processes.groups is None:
+            return
         called = self._steps is None or self._steps.called
         if self._replicas.after_backward(called=called):
             for optimizer in self.optimizers:
