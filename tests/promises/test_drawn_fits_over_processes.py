@@ -9,14 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lightning as L
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import OutOfStep, RankFailed
 from tests.promises.test_drawn_fits import SOAK, check
 from tests.support.drawn_fits import SINGLE_STEPS, Fit, Outcome, fits, outcome
 from tests.support.ranks import Pool
+from tests.support.trainers import trainer_over
 
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
@@ -117,6 +122,32 @@ def test_drawn_fits_of_replicas(
     found = four_ranks.run(run, fit, root / "all", options)
 
     compare(fit, found, [expected[k // 2] for k in range(4)], outputs, firsts=[0, 2])
+
+
+class Flat(L.LightningModule):
+    """Nothing around the pipeline, whose last stage has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_flat(root: Path) -> None:
+    strategy = {"schedule": "1f1b", "chunks": 2, "verify": True}
+    made = trainer_over(root, "per_stage", [1, 1], strategy, max_epochs=1)
+    made.fit(Flat(), DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4))
+
+
+def test_stage_without_parameters_is_verified(tmp_path: Path, two_ranks: Pool) -> None:
+    """Once its process left out the backward of a verification, and the others waited for it."""
+    two_ranks.run(fit_flat, tmp_path)
 
 
 def compare(

@@ -219,14 +219,21 @@ def gradients_of(
 
     Those of a large model fill the host: if ``thin``, only some elements of each are kept.
     """
-    if not roots or not sources:
+    if not roots:
         return [None] * len(sources)
+    # In a process whose stage has no parameters, too, the backward must go through the pipeline.
+    known = set(map(id, sources))
+    others = [leaf for leaf in leaves_behind(roots) if id(leaf) not in known]
+    if not sources and not others:
+        return []
     with Context.capture(devices).without_autocast().entered(), warnings.catch_warnings():
         # What layers keep is not in this loss.
         warnings.filterwarnings("ignore", message=r"torch\.autograd\.grad and backward\(")
-        gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True)
+        leaves = [*sources, *others]
+        gradients = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
     parts = [
-        x.flatten()[:: 1 + x.numel() // _THIN] if thin and x is not None else x for x in gradients
+        x.flatten()[:: 1 + x.numel() // _THIN] if thin and x is not None else x
+        for x in gradients[: len(sources)]
     ]
     return [None if x is None else on_cpu(x) for x in parts]
 
