@@ -29,7 +29,11 @@ from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
 from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.transport.process_group.connecting import groups
 from lightning_gpipe.core.transport.process_group.connecting.gpus import GpuTable, over_nccl
-from lightning_gpipe.core.transport.process_group.wire.channels import Arrival, Channel, Channels
+from lightning_gpipe.core.transport.process_group.wire.channels import (
+    ArrivingTensors,
+    Channel,
+    Channels,
+)
 from lightning_gpipe.core.transport.process_group.wire.link import Link
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
@@ -315,8 +319,8 @@ def received_too_early(channel: Channel, form: Any) -> Any:
         return RECEIVE(channel, form)
 
 
-def told_nothing(arrival: Arrival, form: Any) -> Tensor:
-    """As :meth:`Arrival.receive`, without the event."""
+def told_nothing(arrival: ArrivingTensors, form: Any) -> Tensor:
+    """As :meth:`ArrivingTensors.receive`, without the event."""
     stored, _ = arrival._channels.receive(arrival._rank, form)
     return stored
 
@@ -340,7 +344,7 @@ def not_settled(channels: Channels) -> None:
 RECEIVE, SEND = Channel.receive, Channel.send
 MISTAKES: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a receive is not waited for": (Channel, "receive", received_too_early),
-    "the event is lost": (Arrival, "receive", told_nothing),
+    "the event is lost": (ArrivingTensors, "receive", told_nothing),
     "sent before it is computed": (Channel, "send", sent_elsewhere),
     "let go before it is sent": (Channel, "send", sent_and_forgotten),
     "edited before it is sent": (Channels, "settle", not_settled),

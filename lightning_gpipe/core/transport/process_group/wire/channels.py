@@ -229,7 +229,7 @@ class Channels:
             raise
 
 
-class Arrival:
+class ArrivingTensors:
     """Receives the tensors of one value that come straight.
 
     Args:

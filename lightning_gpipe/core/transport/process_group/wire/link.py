@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_gpipe.core.transport.process_group.wire.channels import (
-    Arrival,
+    ArrivingTensors,
     ChannelAborted,
     Channels,
 )
@@ -294,7 +294,7 @@ class Link:
     def _receive_values(self, header: Header, content: memoryview) -> None:
         reader = Reader(content, self._receive_after)
         for body in reader:
-            arrival = Arrival(self._channels, self.rank)
+            arrival = ArrivingTensors(self._channels, self.rank)
             mail = Mail.decode(body, reader.fill, arrival.receive)._replace(ready=arrival.ready)
             if header.to == ALL:
                 self._receiver.relay(header, body, reader.tensors)
