@@ -52,6 +52,8 @@ _AMPLIFIED = (
 _OTHERS = "others for each micro-batch"
 BY_MICRO_BATCH = "which normalises by micro-batch"
 
+Rerun = Callable[[bool], Run]  # on the whole batch, with rounding errors added or not
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -109,7 +111,7 @@ class DifferenceSearch:
     titles: Sequence[str] = ()
     reason: str | None = None
 
-    def compare(self, plain: Run, other: Run, rerun: Callable[[bool], Run]) -> Comparison:
+    def compare(self, plain: Run, other: Run, rerun: Rerun) -> Comparison:
         """Compare a run with a plain one.
 
         If they differ, ``rerun`` makes more plain runs, with rounding errors added if it is called

@@ -34,7 +34,11 @@ from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
 from lightning_gpipe.core.verify.runs import Run, few_rows, gradients_of, tolerance_for
-from lightning_gpipe.core.verify.verification import SAMPLED, FirstBatchVerifier
+from lightning_gpipe.core.verify.verification import (
+    SAMPLED,
+    FirstBatchVerifier,
+    compare_everywhere,
+)
 
 _DRAWS = "it draws random numbers, others for each micro-batch"
 
@@ -92,7 +96,7 @@ def verify_step(
         summed = abs(sum(runs.losses) - loss) <= tolerance * abs(loss)
         # If the loss is a sum, that is the cause.
         search = DifferenceSearch(tolerance, reason=None if summed else runs.reason())
-        comparison = search.compare(whole, pieces, runs.whole)
+        comparison = compare_everywhere(pipeline.only, search, whole, pieces, runs.whole)
     loss_parity = LossParity(len(runs.losses), *comparison, summed=summed, weighted=runs.weighted)
     return StepParity(tuple(parities), loss_parity)
 

@@ -28,6 +28,8 @@ from lightning_gpipe.core.pipeline import GPipe, PipedModule, Pipeline
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.difference import (
     Comparison,
+    DifferenceSearch,
+    Rerun,
     UnitSearch,
     most_exact,
     normalises_by_batch,
@@ -158,8 +160,7 @@ def verify_run(
 def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None = None) -> Parity:
     """Run a program in micro-batches and unit by unit, and compare; several inputs are a list."""
     pipeline, module = subject.pipeline, subject.module
-    spread = pipeline.layout.spread
-    run = run_together if spread else run_plain
+    run = run_together if pipeline.layout.spread else run_plain
 
     def rerun(perturb: bool) -> Run:
         with isolated(module.modules(), [pipeline]):
@@ -175,16 +176,22 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
         plain = rerun(False)
         tolerance = tolerance_for(tolerance, plain, module.parameters(), subject.devices)
         search = UnitSearch(subject, tolerance)
-        compare = partial(_compare_together, pipeline, search) if spread else search.compare
-        comparison = compare(plain, pipelined, rerun)
+        comparison = compare_everywhere(pipeline, search, plain, pipelined, rerun)
     return Parity(pipelined.microbatches, *comparison)
 
 
-def _compare_together(
-    pipeline: Pipeline, search: UnitSearch, plain: Run, other: Run, rerun: Callable[[bool], Run]
+def compare_everywhere(
+    pipeline: Pipeline, search: DifferenceSearch, plain: Run, other: Run, rerun: Rerun
 ) -> Comparison:
-    """Compare the runs in all processes, which make more plain runs if any finds a difference."""
+    """Compare two runs in all processes, which make more plain runs if any finds a difference.
+
+    Args:
+        pipeline: The pipeline that has run.
+        search, plain, other, rerun: As of :meth:`DifferenceSearch.compare`.
+    """
     layout, everywhere = pipeline.layout, pipeline.engine.everywhere
+    if not layout.spread:
+        return search.compare(plain, other, rerun)
     stages = {layout.owner_of(j): j for j in range(layout.n)}.values()
     differs = search.first(plain, other) is not None
     reruns = {}
