@@ -22,11 +22,10 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -213,9 +212,9 @@ def _without_warning() -> Iterator[None]:
 
 
 def _metadata(folder: str) -> Metadata:
-    place = _id(folder)
-    reader = FsspecReader(place) if isinstance(place, str) else FileSystemReader(place)
-    return reader.read_metadata()
+    reader: Any = _storage_setup(None, _id(folder), reader=True)
+    metadata: Metadata = reader.read_metadata()
+    return metadata
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
