@@ -14,7 +14,7 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
     rows_needed,
 )
 from lightning_gpipe.core.faithful.layers.replicated_norm import Gather
-from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting, together
+from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, setting, together
 from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.parameter_leaves import (
     has_memory,
@@ -83,7 +83,6 @@ __all__ = [
     "RowWatch",
     "RowWatches",
     "SavedContainer",
-    "Setting",
     "Shadows",
     "SharedGenerators",
     "StageState",
@@ -112,6 +111,7 @@ __all__ = [
     "rows_needed",
     "saved_tensors_hooks",
     "set_elements",
+    "setting",
     "together",
     "version_of",
     "without_checkpointing",

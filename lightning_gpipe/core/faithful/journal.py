@@ -17,9 +17,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 from weakref import ref
+
+from lightning_gpipe.core.faithful.managers import Bracket, Manager
 
 
 class Slots(Protocol):
@@ -116,9 +119,9 @@ class Journal:
                     _empty(slots, name)
         return before
 
-    def changed(self, writes: Iterable[Write]) -> _TemporaryChanges:
-        """Make changes for the duration of a ``with`` block."""
-        return _TemporaryChanges(self, writes)
+    def changed(self, writes: Iterable[Write]) -> Manager:
+        """Make changes for the duration of a ``with`` block; undo those made within it, too."""
+        return Bracket(partial(self.write, writes), self.undo)
 
     def undo(self, length: int = 0) -> None:
         """Undo all changes but the first ``length``, the latest first."""
@@ -185,22 +188,6 @@ def _abandon_all() -> None:
 
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_abandon_all)
-
-
-class _TemporaryChanges:
-    """Makes changes for the duration of a ``with`` block; undoes those made within it, too."""
-
-    # A class, not a generator: half the time, and Note [Context managers are classes].
-
-    def __init__(self, journal: Journal, writes: Iterable[Write]) -> None:
-        self._journal = journal
-        self._writes = writes
-
-    def __enter__(self) -> None:
-        self._length = self._journal.write(self._writes)
-
-    def __exit__(self, *error: object) -> None:
-        self._journal.undo(self._length)
 
 
 def value_in(slots: Slots, name: Any) -> Any:

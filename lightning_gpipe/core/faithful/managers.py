@@ -32,20 +32,30 @@ def together(managers: Sequence[Manager]) -> Manager:
     return managers[0] if len(managers) == 1 else LazyManagers(managers.__iter__)
 
 
-class Setting:
-    """Gives a setting another value, by functions, for the duration of a ``with`` block."""
+class Bracket:
+    """Calls ``begin`` when a ``with`` block begins, and ``end`` with its result when it ends."""
 
-    # A class: see Note [Context managers are classes].
+    # A class: see Note [Context managers are classes]. It takes half the time of a generator.
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> None:
-        self._read, self._write, self._value = read, write, value
+    def __init__(self, begin: Callable[[], Any], end: Callable[[Any], object]) -> None:
+        self._begin, self._end = begin, end
 
     def __enter__(self) -> None:
-        self._before = self._read()
-        self._write(self._value)
+        self._begun = self._begin()
 
     def __exit__(self, *error: object) -> None:
-        self._write(self._before)
+        self._end(self._begun)
+
+
+def setting(read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> Manager:
+    """Give a setting another value, by functions, for the duration of a ``with`` block."""
+
+    def begin() -> Any:
+        before = read()
+        write(value)
+        return before
+
+    return Bracket(begin, write)
 
 
 class LazyManagers:

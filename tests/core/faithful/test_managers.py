@@ -3,7 +3,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_gpipe.core.faithful.managers import NOTHING, together
+from lightning_gpipe.core.faithful.managers import NOTHING, Bracket, setting, together
 
 
 @contextmanager
@@ -23,6 +23,25 @@ def test_one_is_itself() -> None:
     manager = noted([], "a")
 
     assert together([manager]) is manager
+
+
+def test_the_end_of_a_bracket_gets_what_its_beginning_returned() -> None:
+    log: list[str] = []
+
+    with Bracket(lambda: "begun", log.append):
+        assert not log
+
+    assert log == ["begun"]
+
+
+def test_a_setting_has_its_former_value_after_an_error() -> None:
+    values = ["before"]
+
+    with pytest.raises(KeyError), setting(lambda: values[-1], values.append, "within"):
+        assert values[-1] == "within"
+        raise KeyError
+
+    assert values[-1] == "before"
 
 
 def test_several_are_entered_in_order_and_left_in_reverse() -> None:

@@ -33,7 +33,7 @@ from hashlib import blake2b
 
 import torch
 
-from lightning_gpipe.core.faithful.managers import NOTHING, Manager
+from lightning_gpipe.core.faithful.managers import NOTHING, Bracket, Manager
 from lightning_gpipe.core.faithful.random.private_generators import (
     PrivateGenerators,
     default_generator,
@@ -85,8 +85,9 @@ class Randomness:
 
     def replaying(self, i: int) -> list[Manager]:
         """Return the context managers for the recomputation, which draws the same numbers again."""
-        own = [self._states.pop(i).replaying()] if self._own else []
-        return own + self.drawing(i)
+        if not self._own:
+            return self.drawing(i)
+        return [Bracket(self._states.pop(i).exchange, RandomState.restore), *self.drawing(i)]
 
 
 class SharedGenerators:

@@ -21,7 +21,6 @@ import torch
 from torch import Generator, Tensor
 
 from lightning_gpipe.core.faithful.journal import ValueSlot, Write
-from lightning_gpipe.core.faithful.managers import Manager, Setting
 from lightning_gpipe.core.faithful.random.private_generators import default_generator
 
 
@@ -95,9 +94,11 @@ class RandomState(NamedTuple):
             if not _same(old, new)
         ]
 
-    def replaying(self) -> Manager:
-        """Draw from these states in a ``with`` block, and restore the present ones after it."""
-        return Setting(partial(RandomState.of, self.generators), RandomState.restore, self)
+    def exchange(self) -> RandomState:
+        """Set the generators to these states, and return those before."""
+        before = RandomState.of(self.generators)
+        self.restore()
+        return before
 
     def writes(self) -> list[Write]:
         """Return the writes that restore these states from a journal."""

@@ -16,6 +16,7 @@ the recomputation. So the tensor that the recomputation leaves there replaces it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful.journal import ABSENT, Journal, Write, value_in
-from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.managers import Bracket, Manager
 from lightning_gpipe.core.faithful.state.contents import Contents, Left, has_contents, left_in
 from lightning_gpipe.core.layout import Holder, Slot, holders, parameter_holders
 
@@ -136,24 +137,14 @@ class AttributeState:
 
     def swapped_in(self, journal: Journal) -> list[Manager]:
         """Restore them for the duration of a ``with`` block that runs the forward again."""
-        return [_AttributesOfBefore(self._writes, self._left, journal)] if self._writes else []
+        if not self._writes:
+            return []
+        return [Bracket(partial(journal.write, self._writes), partial(self._undo, journal))]
 
-
-class _AttributesOfBefore:
-    """Undoes changes for the duration of a ``with`` block, which runs the forward again."""
-
-    # A class: see Note [Context managers are classes].
-
-    def __init__(self, writes: Iterable[Write], left: Sequence[Left], journal: Journal) -> None:
-        self._left = left
-        self._changed = journal.changed(writes)
-
-    def __enter__(self) -> None:
-        self._changed.__enter__()
-
-    def __exit__(self, *error: object) -> None:
+    def _undo(self, journal: Journal, length: int) -> None:
+        """Undo the changes of a recomputation, but for tensors with its graph."""
         again = [value_in(slots, name) for slots, name, _ in self._left]
-        self._changed.__exit__(*error)
+        journal.undo(length)
         for (slots, name, first), tensor in zip(self._left, again, strict=True):
             if isinstance(tensor, Tensor) and value_in(slots, name) is first():
                 slots[name] = tensor

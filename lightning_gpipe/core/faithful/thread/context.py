@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting
+from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, setting
 from lightning_gpipe.core.faithful.thread.modes import TorchModes
 from lightning_gpipe.core.faithful.thread.recomputing import for_recomputation
 
@@ -135,7 +135,9 @@ class Context(NamedTuple):
 
     def default_dtype_set(self) -> Manager:
         """Set the default type, of all threads, for the duration of a ``with`` block."""
-        return Setting(torch.get_default_dtype, torch.set_default_dtype, self.default_dtype)
+        if torch.get_default_dtype() == self.default_dtype:  # most often
+            return NOTHING
+        return setting(torch.get_default_dtype, torch.set_default_dtype, self.default_dtype)
 
     def clear_autocast_cache(self) -> None:
         """Empty autocast's cache of weights in low precision, whose keys are shadows of one run."""
@@ -258,7 +260,7 @@ def _with_torch_functions(position: tuple[bool, bool]) -> Manager:
 def _setting(
     read: Callable[[], Any], write: Callable[[Any], object]
 ) -> tuple[Callable[[], Any], Callable[[Any], Manager]]:
-    return read, partial(Setting, read, write)
+    return read, partial(setting, read, write)
 
 
 # How the calling thread's switches are read, and the context managers that set them.

@@ -9,6 +9,7 @@ and a counter that was read after forward must not continue.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_gpipe.core.faithful.managers import LazyManagers, Manager, Setting
+from lightning_gpipe.core.faithful.managers import Bracket, LazyManagers, Manager, setting
 
 _OWN = "lightning_gpipe.core.faithful."
 _OBSERVERS = ("torch.", "lightning_gpipe.")  # packages whose dispatch modes change no results
@@ -55,30 +56,22 @@ class TorchModes(NamedTuple):
         now = TorchModes.capture()
         for mode in self.function:
             if mode not in now.function:
-                yield _PushedMode(mode, overrides._push_mode, overrides._pop_mode)
+                yield _pushed(mode, overrides._push_mode, overrides._pop_mode)
         for dispatch_mode in self.dispatch:
             module = type(dispatch_mode).__module__
             if dispatch_mode not in now.dispatch and not module.startswith(_OBSERVERS):
-                yield _PushedMode(dispatch_mode, dispatch._push_mode, dispatch._pop_mode)
+                yield _pushed(dispatch_mode, dispatch._push_mode, dispatch._pop_mode)
 
 
 _NONE = TorchModes()
 
 
-class _PushedMode:
-    """Pushes a mode for the duration of a ``with`` block, without calling its ``__enter__``.
+def _pushed(mode: Any, push: Callable[[Any], object], pop: Callable[[], object]) -> Manager:
+    """Push a mode for the duration of a ``with`` block, without calling its ``__enter__``.
 
     The user calls that; it may reset the mode's counters.
     """
-
-    def __init__(self, mode: Any, push: Callable[[Any], object], pop: Callable[[], object]) -> None:
-        self._mode, self._push, self._pop = mode, push, pop
-
-    def __enter__(self) -> None:
-        self._push(self._mode)
-
-    def __exit__(self, *error: object) -> None:
-        self._pop()
+    return Bracket(partial(push, mode), lambda _: pop())
 
 
 class ThreadState(NamedTuple):
@@ -119,7 +112,7 @@ class ThreadState(NamedTuple):
 
 def intra_op_threads(number: int) -> Manager:
     """Let operators use ``number`` threads, and at least one, in a ``with`` block."""
-    return Setting(torch.get_num_threads, torch.set_num_threads, max(1, number))
+    return setting(torch.get_num_threads, torch.set_num_threads, max(1, number))
 
 
 def refuse_unsupported_modes() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import Manager, Setting, not_compiled
+from lightning_gpipe.core.faithful import Manager, not_compiled, setting
 
 # Whether blocks run when they are called: in stages, where the caller's context variables hold.
 _RUNNING = ContextVar("_RUNNING", default=False)
@@ -30,7 +30,7 @@ Receiver = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 def running() -> Manager:
     """Let blocks run when they are called, for the duration of a ``with`` block."""
-    return Setting(_RUNNING.get, _RUNNING.set, True)
+    return setting(_RUNNING.get, _RUNNING.set, True)
 
 
 class Block:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from lightning_gpipe.core.faithful import Setting
+from lightning_gpipe.core.faithful import setting
 
 Lists = dict[str, list[Any]]
 _STATES = "hidden_states"  # the list whose first value is of another kind
@@ -53,7 +53,7 @@ class Collector:
         def collecting(*args: Any, **kwargs: Any) -> tuple[Any, Lists]:
             # Hooks look at the lengths: those of the model's lists before the block.
             own: Lists = {key: [None] * length for key, length in lengths.items()}
-            with Setting(variable.get, variable.set, {**others, **own}):
+            with setting(variable.get, variable.set, {**others, **own}):
                 result = run(*args, **kwargs)
             return result, {key: own[key][length:] for key, length in lengths.items()}
 

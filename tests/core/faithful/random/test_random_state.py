@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.managers import Bracket
 from lightning_gpipe.core.faithful.random.random_state import (
     LIBRARIES,
     ForeignGenerator,
@@ -86,7 +87,7 @@ def test_states_are_restored_after_a_replay() -> None:
     state = RandomState.capture()
     first, after = _torch(), RandomState.capture()
 
-    with state.replaying():
+    with Bracket(state.exchange, RandomState.restore):
         again = _torch()
 
     assert again == first
