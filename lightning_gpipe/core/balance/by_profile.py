@@ -85,7 +85,7 @@ def memory_costs(profile: ModelProfile, alive: float) -> LayerCosts:
     held = [layer.held_bytes for layer in profile.layers]
     saved = [layer.saved.at(profile.rows) for layer in profile.layers]
     carried = [
-        Transfer(value.maker, value.user, max(0.0, kept), sent=False)
+        Transfer(value.maker, value.user, max(0.0, kept))
         for value in profile.carried
         if (
             kept := profile.chunks * value.size.at(profile.rows)

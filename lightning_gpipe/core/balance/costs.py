@@ -20,19 +20,15 @@ from lightning_gpipe.core.layout import layer_ranges
 class Transfer(NamedTuple):
     """The cost of a value that one layer makes and a later one uses, if their stages differ.
 
-    It takes time on both stages, to send and to receive, but memory only on the one that receives.
-
     Attributes:
         maker: The index of the layer that makes it.
         user: The index of the layer that uses it.
-        time: The cost for each of the two stages.
-        sent: Whether it costs the stage of the maker, too.
+        time: The cost for the stage of the user.
     """
 
     maker: int
     user: int
     time: float
-    sent: bool = True
 
 
 @dataclass(frozen=True)

@@ -220,22 +220,18 @@ def _before(numbers: NDArray[np.int64], width: int, beyond: int = NEVER) -> Tabl
 
 
 def _crossing(transfers: Sequence[Transfer], n: int, width: int, unit: float) -> Table:
-    """At [e, k] the time of the transfers that enter or leave the run of k + 1 layers up to e - 1.
+    """At [e, k] the time of the transfers that enter the run of k + 1 layers up to e - 1.
 
-    The runs of a length that a value enters, or that it leaves, end at neighbouring layers: it adds
-    to the first and takes from the one after the last, and sums are taken at the end.
+    The runs of a length that a value enters end at neighbouring layers: it adds to the first and
+    takes from the one after the last, and sums are taken at the end.
     """
     changes, length = np.zeros((n + 2, width), dtype=np.int64), np.arange(1, width + 1)
-    times = _whole([transfer.time for transfer in transfers], unit)
+    times = _whole([transfer.time for transfer in transfers], unit)[:, None]
     ends = np.array([transfer[:2] for transfer in transfers], dtype=np.int64).reshape(-1, 2, 1)
     maker, user = ends[:, 0], ends[:, 1]
-    sent = np.array([transfer.sent for transfer in transfers], dtype=np.bool_)
-    for time, first, after in (
-        (times, np.maximum(maker, user - length) + 1 + length, user + length + 1),  # it enters
-        (times * sent, maker + 1 + 0 * length, np.minimum(user, maker + length) + 1),  # it leaves
-    ):
-        for end, change in ((first, time), (after, -time)):
-            np.add.at(changes, (end.clip(max=n + 1), length - 1), change[:, None])
+    first, after = np.maximum(maker, user - length) + 1 + length, user + length + 1
+    for end, change in ((first, times), (after, -times)):
+        np.add.at(changes, (end.clip(max=n + 1), length - 1), change)
     return changes.cumsum(axis=0)[: n + 1]
 
 

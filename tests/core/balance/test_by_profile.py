@@ -53,10 +53,7 @@ def test_micro_batches_that_are_alive_are_saved() -> None:
 
     assert costs.times_at(Place(extra=4)) == [30, 40, 50]
     assert costs.times_at(Place(extra=1)) == [15, 25, 35]
-    assert costs.transfers == [
-        Transfer(0, 1, 28, sent=False),
-        Transfer(1, 2, 28 - 3, sent=False),
-    ]
+    assert costs.transfers == [Transfer(0, 1, 28), Transfer(1, 2, 28 - 3)]
 
 
 def test_stages_of_a_balance() -> None:

@@ -76,9 +76,8 @@ def placed(
         inside = range(begin, end)
         time = sum(map(Fraction, costs.times[begin:end])) / Fraction(place.speed)
         time += Fraction(place.busy)
-        for a, b, t, sent in costs.transfers:
-            leaves, enters = a in inside and b not in inside, b in inside and a not in inside
-            time += Fraction(t) * (enters or (leaves and sent))
+        for a, b, t in costs.transfers:
+            time += Fraction(t) * (b in inside and a not in inside)
         memory = sum(map(Fraction, costs.memory[begin:end])) + Fraction(place.taken)
         beyond = Fraction(0) if place.memory == inf else memory - Fraction(place.memory)
         stages.append((time, memory, max(beyond, Fraction(0))))
@@ -101,7 +100,7 @@ def drawn_problem(random: Random) -> tuple[LayerCosts, list[Place]]:
     costs = LayerCosts(
         [draw(0, 6) for _ in range(n)],
         [draw(0, 6) for _ in range(n)] if random.random() < 0.7 else [],
-        [Transfer(a, b, draw(0, 3), sent=bool(draw(0, 1))) for a, b in ends],
+        [Transfer(a, b, draw(0, 3)) for a, b in ends],
     )
     places = [
         Place(
