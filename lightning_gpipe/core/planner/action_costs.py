@@ -129,8 +129,8 @@ class ActionCosts:
         sizes = len(self._total_changes) // (len(ROW_KINDS) * 2 * self.stages)
         places = kinds if sizes == 1 else kinds * np.int32(sizes) + self._size_of.take(i)
         recomputes = i < self._recomputed.take(j)
-        found: Numbers = (2 * places + recomputes) * np.int32(self.stages) + j
-        return found
+        indices: Numbers = (2 * places + recomputes) * np.int32(self.stages) + j
+        return indices
 
 
 def _pairs(

@@ -16,7 +16,7 @@ Schedule Search" (2024), for the search for what repeats, with a solver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -29,13 +29,8 @@ _SIMULATED = 4  # micro-batches for each worker; how long more of them take foll
 _STAYING = 0.2  # the share of moves after which later actions stay where they are
 _BACKWARD, _WEIGHTS = 1, 2  # columns of a block
 
-StageNumbers = Sequence[tuple[float, ...]]  # for each stage those of F, B and W
+StageNumbers = Sequence[Sequence[float]]  # for each stage those of F, B and W
 Turn = tuple[int, int]  # the lap in which an action of a block is, and its place in the chain
-
-
-def peak(changes: Iterable[float]) -> float:
-    """Return the most bytes that are held at once, by the changes that actions make in turn."""
-    return max(accumulate(changes, initial=0.0))
 
 
 @dataclass(frozen=True)
@@ -132,9 +127,14 @@ class BlockSearch:
 
     @cached_property
     def _peak(self) -> Callable[[tuple[Turn, ...]], float]:
-        """A function that returns the peak of a worker by its turns."""
+        """A function that returns the most bytes that a worker holds at once, by its turns."""
         changes = [self.changes[j][column] for column, j in self._chain]
-        return cache(lambda turns: peak(changes[p] for p, _ in _repeated(turns, self.m)))
+
+        def peak(turns: tuple[Turn, ...]) -> float:
+            in_turn = (changes[p] for p, _ in _repeated(turns, self.m))
+            return max(accumulate(in_turn, initial=0.0))
+
+        return cache(peak)
 
     @cached_property
     def _chain(self) -> list[tuple[int, int]]:

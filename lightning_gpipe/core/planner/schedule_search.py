@@ -2,7 +2,7 @@
 
 The schedules with names suit actions that take equally long, and hold as much as they hold. A block
 may be any order that repeats, so there is one for the costs at hand, and a local search finds a
-good one. Both compete, by the simulation of the whole schedule: the fastest that fits is chosen, or
+good one. Both compete, by the prediction of the whole schedule: the fastest that fits is chosen, or
 the simplest of those that are as fast.
 """
 
@@ -11,11 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from lightning_gpipe.core.planner.block_search import BlockSearch, StageNumbers, peak
-from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
-from lightning_gpipe.core.schedules import SCHEDULES, Action, ByMicroBatch, Kind, ScheduleKind
+import numpy as np
 
-_COLUMNS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHTS: 2}  # of a block
+from lightning_gpipe.core.balance import Place
+from lightning_gpipe.core.planner.action_costs import ActionCosts
+from lightning_gpipe.core.planner.block_search import BlockSearch, StageNumbers
+from lightning_gpipe.core.planner.row_actions import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    RowActions,
+    row_actions,
+)
+from lightning_gpipe.core.planner.row_memory import peak_of
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
+from lightning_gpipe.core.planner.waves import waves_of
+from lightning_gpipe.core.schedules import SCHEDULES, ByMicroBatch, ScheduleKind
 
 
 class FittingSchedule(NamedTuple):
@@ -55,15 +66,14 @@ def fastest_schedule(
     Returns:
         The schedule; None if none fits.
     """
-    times = {split: list(map(_times, each)) for split, each in costs.items()}
-    changes = {split: list(map(_changes, each)) for split, each in costs.items()}
+    actions = {split: _action_costs(m, stages) for split, stages in costs.items()}
     kinds = [kind for kind in _named(sorted(costs)) if kind.possible(m, placement)]
     known = [kind.definition.block for kind in kinds]
     blocks = [block(len(memory)) for block in known if block is not None]
     for split in costs:
-        search = BlockSearch(m, placement, times[split], changes[split], tuple(memory), split)
+        search = BlockSearch(m, placement, *_by_stage(actions[split]), tuple(memory), split)
         kinds += (ScheduleKind(block, split) for block in search.climbs(blocks, tries))
-    judged = (_judged(kind, m, placement, times[kind.split], changes[kind.split]) for kind in kinds)
+    judged = (_judged(kind, m, placement, actions[kind.split]) for kind in kinds)
     fitting = [
         each
         for each in judged
@@ -72,14 +82,19 @@ def fastest_schedule(
     return min(fitting, key=lambda each: float(f"{each.time:.9g}"), default=None)
 
 
-def _times(cost: MicroBatchCost) -> tuple[float, ...]:
-    return cost.forward, cost.backward, cost.weights
+def _action_costs(m: int, stages: Sequence[MicroBatchCost]) -> ActionCosts:
+    """Return the costs of the actions of ``m`` equal micro-batches, none of them recomputed."""
+    return ActionCosts({1: stages}, [1] * m, [0] * len(stages), [Place()] * len(stages))
 
 
-def _changes(cost: MicroBatchCost) -> tuple[float, ...]:
-    """Return the bytes that F adds at its start, and that B and W add at their ends."""
-    held = cost.saved + cost.entering
-    return held, cost.left - held, -cost.left
+def _by_stage(costs: ActionCosts) -> tuple[StageNumbers, StageNumbers]:
+    """Return the times of each stage's F, B and W, and the bytes that they add."""
+    kinds, stages = np.meshgrid(np.array([FORWARD, BACKWARD, WEIGHTS]), np.arange(costs.stages))
+    row = kinds.size
+    actions = RowActions(kinds.ravel(), np.zeros(row, int), stages.ravel(), np.array([0, row]))
+    numbers = (costs.times(actions), costs.total_changes(actions))
+    times, changes = (array.reshape(kinds.shape).tolist() for array in numbers)
+    return times, changes
 
 
 def _named(splits: Sequence[bool]) -> Iterator[ScheduleKind]:
@@ -91,17 +106,9 @@ def _named(splits: Sequence[bool]) -> Iterator[ScheduleKind]:
 
 
 def _judged(
-    kind: ScheduleKind,
-    m: int,
-    placement: tuple[int, ...],
-    times: StageNumbers,
-    changes: StageNumbers,
+    kind: ScheduleKind, m: int, placement: tuple[int, ...], costs: ActionCosts
 ) -> FittingSchedule:
     """Return a schedule with its time and its peaks; it need not fit."""
-    schedule = kind.build(m, placement)
-
-    def time(action: Action) -> float:
-        return 0.0 if action.by_caller else times[action.j][_COLUMNS[action.kind]]
-
-    peaks = (peak(changes[a.j][_COLUMNS[a.kind]] for a in row) for row in schedule.rows)
-    return FittingSchedule(kind, schedule.simulate(time).makespan, tuple(peaks))
+    schedule = kind, m, placement, (0,) * len(placement)
+    peaks = tuple(peak_of(row, costs) for row in row_actions(*schedule).rows())
+    return FittingSchedule(kind, waves_of(*schedule).makespan(costs), peaks)

@@ -72,7 +72,7 @@ class PlannedSettings(NamedTuple):
 
     @property
     def on_host(self) -> str:
-        """What is in the memory of the host, in words."""
+        """The things in the memory of the host, in words."""
         places = {"weights": self.weights == "host", "activations": self.offload_activations}
         return ", ".join(name for name, there in places.items() if there)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,17 +40,6 @@ from lightning_gpipe.core.schedules import ScheduleKind
 
 _MEETING, _TURN, _LOAD = range(len(ROW_KINDS), len(ROW_KINDS) + 3)  # kinds that are no actions
 _START, _MET, _FIRST = range(3)  # nodes that all rows share, and the first of a row
-
-
-class Timing(NamedTuple):
-    """The times of all actions, those of each worker in its order.
-
-    Attributes:
-        start, end: The times of each; the mini-batch starts at 0.
-    """
-
-    start: Times
-    end: Times
 
 
 class Waves:
@@ -96,8 +84,8 @@ class Waves:
         self._places_before = self._place_of[self._before]
         self._places_waited = self._place_of[wait[self._order]]
 
-    def timing(self, costs: ActionCosts) -> Timing:
-        """Return the times of the actions with these costs."""
+    def timing(self, costs: ActionCosts) -> tuple[Times, Times]:
+        """Return the start and the end of each action; the mini-batch starts at 0."""
         durations, behind = self._durations(costs)
         end, gaps = self._ends(durations, behind)
         starts = np.maximum(end[self._places_before] + gaps, end[self._places_waited])
@@ -105,7 +93,7 @@ class Waves:
         ends = end[places][self._node_of] + behind
         begins = np.concatenate([[0.0], ends[:-1]])
         begins[self._places] = starts[places - _FIRST]
-        return Timing(begins[self._is_action], ends[self._is_action])
+        return begins[self._is_action], ends[self._is_action]
 
     def makespan(self, costs: ActionCosts) -> float:
         """Return the time of the mini-batch.
@@ -117,7 +105,7 @@ class Waves:
             end, _ = self._ends(durations, behind)
             return float((end[self._place_of[self._numbers]] + behind[self._last_followers]).max())
         ends, worker_of = np.zeros(costs.stages), np.zeros(costs.stages, dtype=np.int64)
-        ends[self._actions.j] = self.timing(costs).end  # of each stage's latest action
+        _, ends[self._actions.j] = self.timing(costs)  # of each stage's latest action
         worker_of[self._actions.j] = self._actions.worker_of_each
         home = np.zeros(self._actions.workers)
         for j in ends.argsort():
