@@ -14,7 +14,14 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
     rows_needed,
 )
 from lightning_gpipe.core.faithful.layers.replicated_norm import Gather
-from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, setting, together
+from lightning_gpipe.core.faithful.managers import (
+    NOTHING,
+    Bracket,
+    LazyManagers,
+    Manager,
+    setting,
+    together,
+)
 from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.parameter_leaves import (
     has_memory,
@@ -62,6 +69,7 @@ __all__ = [
     "Attributes",
     "Autocast",
     "Behavior",
+    "Bracket",
     "BufferState",
     "Contents",
     "Context",

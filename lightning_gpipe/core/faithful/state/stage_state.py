@@ -162,13 +162,16 @@ def _other_objects(new: Values, old: Values) -> bool:
 
 
 @contextmanager
-def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[None]:
+def preserved(
+    modules: Iterable[nn.Module], devices: Iterable[torch.device], *, parameters: bool = False
+) -> Iterator[None]:
     """Restore at the end of a ``with`` block what running modules on ``devices`` has changed.
 
-    These are buffers, the generators of PyTorch, NumPy and Python, and what modules keep in
-    attributes and generators. Other changes, as to their parameters, are not undone.
+    These are buffers, the generators of PyTorch, NumPy and Python, what modules keep in attributes
+    and generators, and frozen ``parameters`` if asked. Other changes are not undone.
     """
-    random_state, state = RandomState.capture(devices), ModuleState.capture(modules)
+    random_state = RandomState.capture(devices)
+    state = ModuleState.capture(modules, parameters=parameters)
     try:
         yield
     finally:

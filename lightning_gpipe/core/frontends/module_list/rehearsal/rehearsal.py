@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_gpipe.core.data import tree_flatten
 from lightning_gpipe.core.faithful import RandomState, add_note
 from lightning_gpipe.core.frontends.module_list.rehearsal.effects import (
-    WithoutEffects,
     deep_copy,
     fingerprint,
+    without_effects,
 )
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Samples, few_of
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
@@ -226,7 +226,7 @@ class Rehearsal:
             return copy
 
         objects = [path for path, _ in self.arguments.objects]
-        with WithoutEffects(self.call.modules, device):
+        with without_effects(self.call.modules, device):
             state = RandomState.capture([device])
             leaves = self.arguments.leaves
             args, kwargs = self.arguments.with_leaves(copy_of(path, leaf) for path, leaf in leaves)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.faithful import record
-from lightning_gpipe.core.frontends.module_list.rehearsal.effects import WithoutEffects, deep_copy
+from lightning_gpipe.core.frontends.module_list.rehearsal.effects import deep_copy, without_effects
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     Path,
     Reading,
@@ -147,7 +147,7 @@ class Samples:
         args, kwargs = map_leaves(sample, (step.args, dict(step.kwargs)))
 
         def run() -> Any:
-            with WithoutEffects(call.modules, call.device):
+            with without_effects(call.modules, call.device):
                 result = step.run(*args, **kwargs)
                 return result if step.then is None else step.then(result)
 
