@@ -41,50 +41,20 @@ class LowerBounds:
     def time(self, candidate: PlannedSettings) -> float:
         """A lower bound of a candidate's time, whatever the balance.
 
-        A micro-batch passes all stages, on the fastest device at best; the others follow through
-        the slowest stage, which has at least its share of the layers. Until the first backward is
-        back there, it has run at most as many forwards as there are stages, unless the schedule
-        runs all of them before.
+        The devices together compute all micro-batches. With a stage for each device, a micro-batch
+        passes all stages and comes back, on the fastest device at best, and the others follow back
+        through the slowest stage, which has at least its share of the layers.
         """
         n, m, order = candidate.stages, candidate.chunks, candidate.order
         devices = {*self.devices(candidate)}
         speeds = [self.places[d].speed for d in devices]
-        through, share = 1 / max(speeds), 1 / sum(speeds)
-        whole = self._whole(m, order.split)
+        whole, share = self._whole(m, order.split), 1 / sum(speeds)
         # Of forwards that drop and those that keep, the faster: a bound need not tell them apart.
         forward = min(whole.forward, whole.dropping)
-        both = whole.backward + whole.weights
-        if not order.by_micro_batch:
-            again = (m * both + self._again(candidate)) * share
-            last = whole.backward * through + (m - 1) * both * share
-            return forward * (through + (m - 1) * share) + max(again, last)
-        busy = (m * (forward + both) + self._again(candidate)) * share
-        if len(devices) < n:
-            return max((forward + whole.backward) * through, busy)
-        late = n if order.definition.defers_weights else 1
-        after = max(0, m - n) * forward + (m - 1) * whole.backward
-        after += max(0, m - late) * whole.weights
-        return max((forward + whole.backward) * through + after * share, busy)
-
-    def _again(self, candidate: PlannedSettings) -> float:
-        """The least time of recomputations, whatever the balance, on a device of speed 1.
-
-        With fill-drain, what all devices together have no room for must be recomputed: of the
-        layers whose forward takes the least time for the bytes that it saves.
-        """
-        m, numbers = candidate.chunks, candidate.recomputed
-        if numbers:
-            return min(numbers) * self._whole(m, candidate.order.split).forward
-        if candidate.order.by_micro_batch or candidate.offload:
-            return 0.0
-        rows, time = self.rows // m, 0.0
-        layers = [(x.saved.at(rows), x.forward.at(rows)) for x in self.profile(m).layers]
-        over = self.excess(candidate) + (m - 1) * sum(saved for saved, _ in layers)
-        for saved, forward in sorted((x for x in layers if x[0]), key=lambda x: x[1] / x[0]):
-            number = min(max(0.0, over / saved), m - 1)
-            over -= number * saved
-            time += number * forward
-        return time
+        busy = m * (forward + whole.backward + whole.weights) * share
+        through = (forward + whole.backward) / max(speeds)
+        following = (m - 1) * whole.backward * share if len(devices) == n else 0.0
+        return max(through + following, busy)
 
     def excess(self, candidate: PlannedSettings) -> float:
         """The bytes that all devices together lack, whatever the balance."""

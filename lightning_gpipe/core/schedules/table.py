@@ -58,7 +58,6 @@ class ScheduleDefinition:
         always_split: Whether backwards are split, whatever is asked for.
         in_groups: Whether the number of micro-batches must be a multiple of the number of workers,
             if these have several stages each.
-        defers_weights: Whether stage j computes the gradients of the weights j micro-batches late.
     """
 
     patterns: Callable[[int, Sequence[int]], Sequence[Pattern]] | None = None
@@ -69,7 +68,6 @@ class ScheduleDefinition:
     by_micro_batch: bool = True
     always_split: bool = False
     in_groups: bool = False
-    defers_weights: bool = False
 
 
 # The simplest first: it is planned where others are as fast.
@@ -79,7 +77,7 @@ SCHEDULES: Mapping[str, ScheduleDefinition] = {
         one_forward_one_backward_patterns, check=check_one_forward_one_backward, in_groups=True
     ),
     "zero_bubble": ScheduleDefinition(
-        zero_bubble_patterns, check=check_zero_bubble, always_split=True, defers_weights=True
+        zero_bubble_patterns, check=check_zero_bubble, always_split=True
     ),
     "zero_bubble_v": ScheduleDefinition(
         rows=zero_bubble_v_rows,
