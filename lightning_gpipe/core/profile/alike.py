@@ -1,14 +1,15 @@
-"""Counts one of several layers that are alike, since the others cost the same.
+"""Finds layers that are alike, since they cost the same.
 
 A large transformer has a thousand blocks of one kind. Their operations follow from the kinds of
-their modules, their attributes, the shapes of their tensors and their inputs, so the first of them
-is run on the meta device, and its outputs stand for those of the others.
+their modules, their attributes, the shapes of their tensors and their inputs, so only the first of
+them is counted, and its outputs stand for those of the others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -16,58 +17,72 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.profile.saved import SavedBytes
 from lightning_gpipe.core.programs import Part
 from lightning_gpipe.core.run import Stage
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # tensors, modules and hooks
+_NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "block_idx", "idx", "index"})
 
 
 class _Unlike(Exception):
     """A layer with hooks, skip connections, or something else that cannot be compared."""
 
 
-def key_of(stage: Stage, part: Part, inputs: FlatTree, saved: SavedBytes) -> Hashable:
-    """Return a key equal for layers that cost the same; unique for one that cannot be compared."""
+def key_of(stage: Stage, part: Part, inputs: FlatTree, *, numbered: bool = True) -> Hashable:
+    """Return a key equal for layers that cost the same; unique for one that cannot be compared.
+
+    Unless ``numbered``, layers may differ in attributes that have their own numbers.
+    """
     try:
-        return _key(stage, part, inputs, saved)
+        return _key(stage, part, inputs, numbered)
     except _Unlike:
         return id(stage)
 
 
-def _key(stage: Stage, part: Part, inputs: FlatTree, saved: SavedBytes) -> Hashable:
+def _key(stage: Stage, part: Part, inputs: FlatTree, numbered: bool) -> Hashable:
     if stage.arriving or stage.leaving:
         raise _Unlike
-    modules = tuple(_of_module(layer) for layer in stage.partition.layers)
+    modules = tuple(_of_module(layer, numbered) for layer in stage.partition.layers)
     leaves = inputs.leaves
     same = tuple(next(k for k, x in enumerate(leaves) if x is leaf) for leaf in leaves)
-    values = tuple(map(_of_leaf, leaves)), tuple(saved.are_counted(leaves)), repr(inputs.spec)
-    return modules, _of_part(part), values, same
+    values = tuple(map(_of_leaf, leaves)), repr(inputs.spec)
+    return modules, _of_part(part, numbered), values, same
 
 
-def kind_of(module: nn.Module) -> Hashable:
+def kind_of(module: nn.Module, *, numbered: bool = True) -> Hashable:
     """Return a key equal for modules that are alike; unique for one that cannot be compared."""
     try:
-        return _of_module(module)
+        return _of_module(module, numbered)
     except _Unlike:
         return id(module)
 
 
-def _of_module(module: nn.Module) -> Hashable:
+def repeated(stages: Sequence[Stage]) -> list[bool]:
+    """Return for each stage whether the modules of another one are alike but for their numbers."""
+    kinds = [
+        tuple(kind_of(layer, numbered=False) for layer in stage.partition.layers)
+        for stage in stages
+    ]
+    counts = Counter(kinds)
+    return [counts[kind] > 1 for kind in kinds]
+
+
+def _of_module(module: nn.Module, numbered: bool = True) -> Hashable:
     """Return the kinds, settings and tensors of a module and its children."""
     return tuple(
-        (name, type(child), *_settings(child), *_tensors(child))
+        (name, type(child), *_settings(child, numbered), *_tensors(child))
         for name, child in module.named_modules(remove_duplicate=False)
     )
 
 
-def _settings(module: nn.Module) -> Iterator[Hashable]:
+def _settings(module: nn.Module, numbered: bool) -> Iterator[Hashable]:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     if any(hooks) or "forward" in vars(module):
         raise _Unlike
     for name, value in vars(module).items():
-        if name not in _OF_TORCH:
+        own_number = not numbered and name in _NUMBERS and isinstance(value, int)
+        if name not in _OF_TORCH and not own_number:
             yield name, _comparable(value)
 
 
@@ -89,7 +104,9 @@ def _tensors(module: nn.Module) -> Iterator[Hashable]:
 
 
 def _of_tensor(tensor: Tensor) -> Hashable:
-    return type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.layout
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    strides = tensor.stride() if dense else tensor.layout
+    return type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, strides
 
 
 def _of_leaf(leaf: Any) -> Hashable:
@@ -100,7 +117,7 @@ def _of_leaf(leaf: Any) -> Hashable:
     raise _Unlike
 
 
-def _of_part(part: Part) -> Hashable:
+def _of_part(part: Part, numbered: bool) -> Hashable:
     """Return the calls of a part, with its values numbered in order of appearance."""
     names: dict[str, str] = {}
 
@@ -110,7 +127,7 @@ def _of_part(part: Part) -> Hashable:
     calls = []
     for step in part.steps:
         text = renamed(str(step).replace(f" stage {step.stage}: {step.name}(", "(", 1))
-        calls.append((text, _of_call(step.run)))
+        calls.append((text, _of_call(step.run, numbered)))
     routes = [route.numbers for route in (*part.arriving, *part.leaving)]
     ends = tuple(
         renamed(" ".join(f"%{number}" for number in numbers))
@@ -119,7 +136,7 @@ def _of_part(part: Part) -> Hashable:
     return tuple(calls), ends, len(part.leaving)
 
 
-def _of_call(run: Callable[..., Any]) -> Hashable:
+def _of_call(run: Callable[..., Any], numbered: bool) -> Hashable:
     """Return a key of the call of a module, of its method, as in a loop, or of a function."""
     method, owner = (run.__func__, run.__self__) if isinstance(run, MethodType) else (None, run)
-    return (method, _of_module(owner)) if isinstance(owner, nn.Module) else run
+    return (method, _of_module(owner, numbered)) if isinstance(owner, nn.Module) else run

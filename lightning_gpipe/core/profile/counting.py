@@ -1,14 +1,18 @@
-"""Counts the bytes that layers save and hand on, and measures a first run of each."""
+"""Counts the bytes that layers save and hand on, in a first run of each.
+
+Of layers that are alike only the first runs. Those that are alike but for their own numbers might
+do something else for these, so all of them run. Where they save as much, they take as long.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from lightning_gpipe.core.data import FlatTree, parted, requires_grad
-from lightning_gpipe.core.profile.alike import key_of
+from lightning_gpipe.core.profile.alike import key_of, repeated
 from lightning_gpipe.core.profile.meters import Meter
 from lightning_gpipe.core.profile.saved import SavedBytes, bytes_beside
 from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, tensors_in
@@ -37,25 +41,42 @@ class LayerCounter:
         sizes, saved: The bytes that layers hand to later ones, and those first saved there.
         output: The bytes of the outputs of the last layer.
         waited: For each layer, whether any of its inputs requires a gradient.
+        kinds: For each layer, the number of its kind, of which all take as long, and its place
+            among the layers of that kind.
+        alike: The number of layers of each kind.
+        outputs: The outputs of a run of each kind, where layers are repeated.
     """
 
-    def __init__(self, program: Program, meter: Meter, *, split: bool) -> None:
+    def __init__(
+        self, program: Program, meter: Meter, stages: Sequence[Stage], *, split: bool
+    ) -> None:
         self.costs: list[dict[str, float]] = []
         self.sizes: defaultdict[Ends, float] = defaultdict(float)
         self.saved: defaultdict[Ends, float] = defaultdict(float)
         self.output = 0
         self.waited: list[bool] = []
+        self.kinds: list[tuple[int, int]] = []
+        self.alike: Counter[int] = Counter()
+        self.outputs: dict[int, FlatTree] = {}
         self._program, self._meter, self._split = program, meter, split
         self._bytes = SavedBytes()
-        # The runs of layers that differ, and which of their outputs were counted.
+        self._repeated = repeated(stages)
+        self._numbers: dict[Hashable, int] = {}  # of kinds
+        # The runs of repeated layers that differ, and which of their outputs were counted.
         self._runs: dict[Hashable, tuple[LayerRun, list[bool]]] = {}
 
-    def visit(self, stage: Stage, flow: Flow, last: int) -> None:
+    def visit(self, stage: Stage, flow: Flow) -> None:
         """Run one layer, which takes its inputs out of the flow, and puts its outputs in."""
         j = stage.partition.index
         arriving, leaving = ends_of(stage, self._program)
         inputs = flow.arriving(j, arriving)
         run = self._count(stage, inputs)
+        key = key_of(stage, self._program.parts[j], inputs, numbered=False), run.costs["saved"]
+        kind = self._numbers.setdefault(key, len(self._numbers))
+        self.kinds.append((kind, self.alike[kind]))
+        self.alike[kind] += 1
+        if self._repeated[j]:
+            self.outputs.setdefault(kind, run.outputs)
         self.costs.append(run.costs)
         self.waited.append(any(map(requires_grad, inputs.leaves)))
         first = FlatTree(run.first, inputs.spec)
@@ -65,15 +86,17 @@ class LayerCounter:
                 self.saved[maker, j] += sum(tree.leaves)
         flow.leave(run.outputs, leaving)
         self._bytes.keep(flow.leaves)
-        for user, size in flow.sizes(j, last + 1, leaving):
+        for user, size in flow.sizes(j, len(self._repeated), leaving):
             self.sizes[j, user] += size
         self.output = flow.bytes
 
     def _count(self, stage: Stage, inputs: FlatTree) -> LayerRun:
-        """Run a layer or, where costs are exact, return the run of one that is alike."""
-        if not self._meter.exact:
+        """Run a layer, or return the run of one that is alike."""
+        j = stage.partition.index
+        if not self._repeated[j]:
             return self._run(stage, inputs)
-        key = key_of(stage, self._program.parts[stage.partition.index], inputs, self._bytes)
+        counted = self._bytes.are_counted(inputs.leaves)
+        key = key_of(stage, self._program.parts[j], inputs), tuple(counted)
         if key not in self._runs:
             run = self._run(stage, inputs)
             self._runs[key] = run, self._bytes.are_counted(run.outputs.leaves)

@@ -6,16 +6,18 @@ its parameters in the cache, and its gradients in memory that is in use. In a mi
 layers run in between; the first backward makes a gradient, in fresh memory, and later ones add to
 it. So each layer is measured once in a round, and the gradients of several layers are alive at
 once. If the machine is slow for a moment, that is one measurement of many layers, not all
-measurements of one; medians leave it out.
+measurements of one; medians leave it out. Of layers that are alike a round measures one, and the
+next round another. There are as many rounds as it takes until the measurements of a layer agree.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,8 +33,9 @@ from lightning_gpipe.core.run import Stage
 
 _ALIVE = 2**28  # bytes; more than caches have, and than memory that is freed and soon used again
 _OFTEN = 8  # the empty stage is measured after as many layers
-_ROUNDS = 3, 9  # with times: at least, at most
-_ENOUGH = 0.05  # seconds; faster layers are measured in more rounds
+_ROUNDS = 2, 9  # with times: at least, at most
+_ERROR = 0.03  # of the times, at which there are enough rounds
+_SECONDS = 1.0  # in all rounds, after which there is none more if more than the least have run
 
 
 @dataclass(eq=False)
@@ -56,12 +59,12 @@ class Rounds:
     def __post_init__(self) -> None:
         self.meter = Meter(self.device)
         self._counted = {
-            rows: LayerCounter(self.program, self.meter, split=self.split)
+            rows: LayerCounter(self.program, self.meter, self.stages, split=self.split)
             for rows in self.microbatches
         }
         self._gradients: list[Tensor] = []  # those that are alive
         times = partial(Times, self.meter, self._gradients, split=self.split)
-        self._times = {rows: [times() for _ in self.stages] for rows in self.microbatches}
+        self._times = {rows: defaultdict[int, Times](times) for rows in self.microbatches}
         self._overhead = times()
         self._nothing = chain([[(nn.Identity(), "nothing")]])
 
@@ -70,12 +73,12 @@ class Rounds:
         self._round(self._count)
         if self.meter.exact:
             return
-        counted = self._counted.values()
-        seconds = 2 * fmean(c["forward"] + c["backward"] for each in counted for c in each.costs)
         least, most = _ROUNDS
-        for _ in range(max(least, min(most, int(_ENOUGH / max(seconds, 1e-9))))):
-            self._round(self._time)
+        for number in range(most):
+            self._round(partial(self._time, number))
             self._gradients.clear()
+            if number + 1 >= least and self._agree(enough=number + 1 > least):
+                break
 
     def costs(self, chunks: int) -> list[dict[str, Any]]:
         """Return the fields of each layer's profile in a mini-batch of ``chunks`` micro-batches."""
@@ -117,27 +120,47 @@ class Rounds:
         }
         for stage in self.stages:
             for rows, flow in flows.items():
-                with on_its_device(stage, rows):
-                    visit(stage, rows, flow)
+                visit(stage, rows, flow)
 
     def _count(self, stage: Stage, rows: int, flow: Flow) -> None:
-        self._counted[rows].visit(stage, flow, len(self.stages) - 1)
+        with on_its_device(stage, rows):
+            self._counted[rows].visit(stage, flow)
 
-    def _time(self, stage: Stage, rows: int, flow: Flow) -> None:
-        j = stage.partition.index
+    def _time(self, number: int, stage: Stage, rows: int, flow: Flow) -> None:
+        """Measure a layer if it is its turn in this round among those that are alike."""
+        j, counted = stage.partition.index, self._counted[rows]
         arriving, leaving = ends_of(stage, self.program)
-        outputs = self._times[rows][j].measure(stage, self.program, flow.arriving(j, arriving))
+        inputs = flow.arriving(j, arriving)
+        kind, place = counted.kinds[j]
+        if number % counted.alike[kind] == place:
+            with on_its_device(stage, rows):
+                outputs = self._times[rows][kind].measure(stage, self.program, inputs)
+        else:
+            outputs = counted.outputs[kind]
         flow.leave(outputs, leaving)
         if j % _OFTEN == 0:
             x = torch.zeros(1, device=self.device, requires_grad=True)
             self._overhead.measure(self.empty, self._nothing, tree_flatten(x))
+
+    def _agree(self, *, enough: bool) -> bool:
+        """Return whether the times are known, or have taken too long in ``enough`` rounds."""
+        times = [
+            (each, self._counted[rows].alike[kind])
+            for rows, by_kind in self._times.items()
+            for kind, each in by_kind.items()
+        ]
+        error = sum(number * each.error for each, number in times)
+        total = sum(number * median(each.totals) for each, number in times)
+        spent = sum(sum(each.totals) for each, _ in times)
+        return error <= _ERROR * total or (enough and spent >= _SECONDS)
 
     def _costs_of(self, k: int, rows: int, chunks: int) -> dict[str, float]:
         counted = self._counted[rows].costs[k]
         if self.meter.exact:
             return counted
         overhead = self._overhead.of(chunks)
-        times = self._times[rows][k].of(chunks)
+        kind, _ = self._counted[rows].kinds[k]
+        times = self._times[rows][kind].of(chunks)
         return counted | {name: max(0.0, time - overhead[name]) for name, time in times.items()}
 
 
@@ -148,12 +171,16 @@ class Times:
         meter: Measures calls.
         gradients: The gradients that are alive; they get those of the stage.
         split: Whether to measure backwards in two parts, too.
+
+    Attributes:
+        totals: The times of each round together.
     """
 
     def __init__(self, meter: Meter, gradients: list[Tensor], *, split: bool) -> None:
         self._meter, self._gradients, self._split = meter, gradients, split
         self._forward: list[float] = []
         self._dropping: list[float] = []
+        self.totals: list[float] = []
         # Of backwards or their parts: the first of a mini-batch, and each later one.
         self._backward: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
@@ -162,7 +189,7 @@ class Times:
 
         To measure backwards in two parts, run two others: F0 F1 B1 W1 B0 W0.
         """
-        meter = self._meter
+        meter, pairs = self._meter, {}
         with alone(stage, program, recomputed=[1]) as single:
             outputs, forward = meter(partial(single.forward, 0, inputs.detached()))
             _, dropping = meter(partial(single.forward, 1, inputs.detached()))
@@ -172,7 +199,7 @@ class Times:
             _keep_alive(self._gradients, single.take_gradients())
         self._forward.append(forward)
         self._dropping.append(dropping)
-        self._backward["backward"].append((first, later))
+        pairs["backward"] = first, later
         if self._split:
             with alone(stage, program, split=True) as single:
                 both = [single.forward(i, inputs.detached()) for i in (0, 1)]
@@ -181,9 +208,21 @@ class Times:
                 _, later_inputs = meter(partial(single.backward, 0, gradients_for(both[0])))
                 _, later_weights = meter(partial(single.weights, 0))
                 _keep_alive(self._gradients, single.take_gradients())
-            self._backward["inputs"].append((first_inputs, later_inputs))
-            self._backward["weights"].append((first_weights, later_weights))
+            pairs |= {
+                "inputs": (first_inputs, later_inputs),
+                "weights": (first_weights, later_weights),
+            }
+        for name, pair in pairs.items():
+            self._backward[name].append(pair)
+        self.totals.append(forward + dropping + sum(map(sum, pairs.values())))
         return outputs
+
+    @property
+    def error(self) -> float:
+        """The error of the median, estimated: the median deviation over the root of the rounds."""
+        middle = median(self.totals)
+        deviation = median(abs(total - middle) for total in self.totals)
+        return deviation / math.sqrt(len(self.totals))
 
     def of(self, chunks: int) -> dict[str, float]:
         """Return the mean time of each action in a mini-batch of ``chunks``, by the medians."""

@@ -1,4 +1,4 @@
-"""Blocks of a model's loop: those that are alike are counted once, and no others."""
+"""Blocks of a model's loop: of those that are alike one is measured for all, and no others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import profile
+from tests.support.clocks import Clock
 
 WIDTH, ROWS = 8, 12
 
@@ -49,19 +50,21 @@ class Model(nn.Module):
         return x
 
 
-def runs(change: Callable[[Block], None] | None = None, blocks: int = 9) -> tuple[int, list[float]]:
+def runs(
+    change: Callable[[Block], None] | None = None, blocks: int = 9, device: str = "meta"
+) -> tuple[int, list[float]]:
     """How often blocks ran, of which one in the middle was changed; and what each costs."""
     calls = []
 
     def ran() -> None:
         calls.append(1)
 
-    with torch.device("meta"):
+    with torch.device(device):
         model = Model([Block(ran) for _ in range(blocks)])
     if change is not None:
         change(model.blocks[blocks // 2])  # type: ignore[arg-type]  # it has blocks
-    x = torch.zeros(ROWS, 4, device="meta")
-    found = profile(model, x, module="blocks", device="meta", chunks=2)
+    x = torch.zeros(ROWS, 4, device=device)
+    found = profile(model, x, module="blocks", device=device, chunks=2)
     return len(calls), [layer.forward.at(6) for layer in found.layers]
 
 
@@ -75,7 +78,8 @@ def test_number_of_runs_does_not_depend_on_the_number_of_blocks() -> None:
 
 
 def wider(block: Block) -> None:
-    block.up, block.down = nn.Linear(WIDTH, 4, device="meta"), nn.Linear(4, WIDTH, device="meta")
+    with block.up.weight.device:
+        block.up, block.down = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
 
 
 def of_another_kind(block: Block) -> None:
@@ -106,19 +110,19 @@ def with_another_function(block: Block) -> None:
     block.settings = {**block.settings, "activation": nn.functional.relu}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        wider,
-        of_another_kind,
-        with_a_hook,
-        frozen,
-        with_another_number,
-        with_an_index,
-        with_another_list,
-        with_another_function,
-    ],
-)
+CHANGES = [
+    wider,
+    of_another_kind,
+    with_a_hook,
+    frozen,
+    with_another_number,
+    with_an_index,
+    with_another_list,
+    with_another_function,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_block_that_differs_runs_itself(change: Callable[[Block], None]) -> None:
     equal, _ = runs()
     found, costs = runs(change)
@@ -126,3 +130,42 @@ def test_block_that_differs_runs_itself(change: Callable[[Block], None]) -> None
     assert found > equal
     assert len(set(costs[:4] + costs[5:])) == 1
     assert (costs[4] != costs[3]) == (change in (wider, of_another_kind))
+
+
+COUNTED, TIMED = 2 * 2, 2 * 3 * 2  # runs of a block: with two sizes, in two rounds with times
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_times_of_blocks_that_are_alike(
+    change: Callable[[Block], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that differs only in its own number is counted itself, and not timed."""
+    Clock().replace(monkeypatch)
+    few, _ = runs(device="cpu")
+    many, _ = runs(blocks=29, device="cpu")
+    changed, _ = runs(change, device="cpu")
+
+    assert many == few
+    if change is with_an_index:
+        assert changed - few == COUNTED
+    else:
+        assert changed - few >= COUNTED + TIMED
+
+
+def test_each_of_the_blocks_that_are_alike_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that ran in each round would find its parameters in the cache."""
+    ran: list[nn.Linear] = []
+
+    class Runs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append(self)
+            return super().forward(x)
+
+    Clock().replace(monkeypatch)
+    layers = nn.Sequential(*(Runs(WIDTH, WIDTH) for _ in range(3)))
+
+    profile(layers, torch.randn(ROWS, WIDTH))
+
+    first, second = ran[-24:-12], ran[-12:]
+    assert first == [layers[0]] * 6 + [layers[1]] * 6
+    assert second == [layers[0]] * 6 + [layers[2]] * 6  # the first is alone: its input is no output
