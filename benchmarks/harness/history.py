@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ _MACHINE = ("processor", "cores", "memory", "GPU")  # its load is no part of it
 def latest_before(report: Mapping[str, Any], folder: Path = RESULTS) -> dict[str, Any] | None:
     """Return the latest saved report of the same command on such a machine, or None.
 
-    One that this very run has saved does not count: it has the same figures.
+    The number of rounds may differ: it says how well a figure is known, not what is measured. One
+    that this very run has saved does not count: it has the same figures.
     """
     for path in sorted(folder.glob(f"*-{report['benchmark']}.json"), reverse=True):
         former: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -41,19 +43,22 @@ def changes(report: Mapping[str, Any], former: Mapping[str, Any]) -> dict[str, t
 
 def _worse(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     bound = now["target"] or ""
-    (low, high), (former_low, former_high) = _middle(now), _middle(before)
+    (low, high), (former_low, former_high) = _middle(now, before), _middle(before, now)
     larger, smaller = low > former_high, high < former_low
     return ("at most" in bound and larger) or ("at least" in bound and smaller)
 
 
-def _middle(target: Mapping[str, Any]) -> tuple[float, float]:
-    """The quartiles of a figure; of one without, what is near to it."""
-    found = target["found"]
-    low, high = target.get("quartiles") or (found * (1 - _EXACT), found * (1 + _EXACT))
+def _middle(target: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float]:
+    """The quartiles of a figure; one without varies as the other does, if that has them."""
+    found, varied = target["found"], other["found"]
+    exact = varied * (1 - _EXACT), varied * (1 + _EXACT)
+    low, high = target.get("quartiles") or (
+        found * each / varied for each in other.get("quartiles", exact)
+    )
     return low, high
 
 
 def _subject(report: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """The command and the machine, which must be the same."""
-    command = str(report["command"]).replace(" --save", "")
+    command = re.sub(r" --save| --rounds[ =]\d+", "", str(report["command"]))
     return command, [report["machine"].get(name) for name in _MACHINE]

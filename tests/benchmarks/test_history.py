@@ -35,6 +35,9 @@ def report(found: float | None, bound: str, quartiles: list[float] | None = None
         (report(1.0, "at most 2"), report(0.98, "at most 2"), False),  # counted
         (report(1.1, "at most 2"), report(1.0, "at most 2"), True),
         (report(1.1, ""), report(1.0, ""), False),  # for information
+        # Saved before reports had quartiles.
+        (report(1.0, "at most 1.1", [0.9, 1.1]), report(0.95, "at most 1.1"), False),
+        (report(1.0, "at most 1.1", [0.9, 1.1]), report(0.8, "at most 1.1"), True),
     ],
 )
 def test_worse_by_more_than_it_varies(
@@ -51,7 +54,10 @@ def test_figures_that_were_not_measured() -> None:
 def test_last_run_of_the_same_command_on_such_a_machine(tmp_path: Path) -> None:
     now = report(1.0, "at most 2")
     others = {
-        "2026-01-01-it": {**report(0.7, "at most 2"), "command": "python -m benchmarks.it --save"},
+        "2026-01-01-it": {
+            **report(0.7, "at most 2"),
+            "command": "python -m benchmarks.it --rounds 7 --save",
+        },
         "2026-01-02-it": {**report(0.8, "at most 2"), "machine": {**MACHINE, "cores": "64"}},
         "2026-01-03-it": {**report(0.9, "at most 2"), "command": "python -m benchmarks.it --m 8"},
         "2026-01-04-it": now,  # which this run has saved
