@@ -103,10 +103,10 @@ def test_zero_bubble() -> None:
 
 def test_zero_bubble_v() -> None:
     assert str(schedule_for("zero_bubble_v", 3, folded(4, 2))) == drawn("""
-        stage 0 (worker 0) | F0 F1 F2 .  .  .  .  B0 .  .  W0 B1 W1 .  .  .  .  B2 W2
-        stage 1 (worker 1) | .  F0 .  F1 .  .  B0 .  F2 .  B1 .  .  W0 W1 .  B2 .  W2
-        stage 2 (worker 1) | .  .  F0 .  F1 B0 .  W0 .  B1 .  W1 F2 .  .  B2 .  W2 .
-        stage 3 (worker 0) | .  .  .  F0 B0 W0 F1 .  B1 W1 .  .  .  F2 B2 W2 .  .  .
+        stage 0 (worker 0) | F0 F1 F2 .  .  .  .  .  .  B0 W0 .  .  B1 .  B2 W1 W2 .
+        stage 1 (worker 1) | .  F0 .  F1 .  .  .  F2 B0 W0 .  .  B1 .  B2 .  W1 .  W2
+        stage 2 (worker 1) | .  .  F0 .  F1 B0 W0 .  .  .  F2 B1 .  B2 .  W1 .  W2 .
+        stage 3 (worker 0) | .  .  .  F0 B0 W0 F1 B1 W1 .  .  F2 B2 .  W2 .  .  .  .
         caller             | P0 P1 P2 L0 L1 L2 B0 B1 B2
     """)
 
@@ -122,6 +122,22 @@ def test_zero_bubble_v_holds_no_more_than_a_whole_stage_of_each_micro_batch(
 
         assert max(peak_live(schedule)) <= min(2 * m, 2 * workers)
         assert len(schedule.simulation.end) == m * (6 * workers + 3) + 2 * workers * recomputed
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_zero_bubble_v_waits_little_where_backwards_take_longer(workers: int) -> None:
+    """Where each action ran as soon as it could, workers waited for a backward in each round.
+
+    With backwards a fifth longer, and four micro-batches for each worker, the bubble was 7.6 to
+    13 %.
+    """
+    schedule = schedule_for("zero_bubble_v", 4 * workers, folded(2 * workers, workers))
+
+    cost = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.2, Kind.WEIGHTS: 1.0}
+    on_stages = range(schedule.n)
+    simulation = schedule.simulate(lambda a: cost[a.kind] if a.j in on_stages else 0.0)
+
+    assert simulation.bubble < 0.042
 
 
 def test_v_half() -> None:
