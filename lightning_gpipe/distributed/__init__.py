@@ -32,6 +32,12 @@ from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
 from lightning_gpipe.distributed.optimizer_shards import OptimizerShards
 from lightning_gpipe.distributed.rendezvous import start_together
+from lightning_gpipe.distributed.replica_weights import (
+    ReplicaWeights,
+    divisible,
+    drop_values,
+    gather_values,
+)
 from lightning_gpipe.distributed.shared_batches import (
     SharedLoader,
     has_batch_hooks,
@@ -49,6 +55,7 @@ __all__ = [
     "Mode",
     "OptimizerShards",
     "ProcessGroups",
+    "ReplicaWeights",
     "SameParameters",
     "Scripts",
     "SharedLoader",
@@ -59,9 +66,12 @@ __all__ = [
     "check_same",
     "check_static_graph",
     "connect",
+    "divisible",
+    "drop_values",
     "end",
     "equalise",
     "equalise_buffers",
+    "gather_values",
     "gathered",
     "gradient_norms",
     "has_batch_hooks",

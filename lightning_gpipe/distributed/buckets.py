@@ -1,4 +1,4 @@
-"""Buckets of gradients, which replicas add up together."""
+"""Buckets of parameters, whose gradients replicas add up together, or whose values they send."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_gpipe.core.transport import is_broken_connection
+from lightning_gpipe.distributed.group import FAILURE_TIMEOUT, Watcher
 from lightning_gpipe.distributed.shares import Shares
 
 
@@ -19,15 +21,35 @@ class Bucket(NamedTuple):
     Attributes:
         parameters: The parameters.
         owner: The replica that gets the gradients; None if all do.
+        device: The device.
     """
 
     parameters: list[nn.Parameter]
     owner: int | None
+    device: torch.device
 
     def empty(self) -> Flat:
         """Return memory for the gradients, zeros."""
-        first, sizes = self.parameters[0], [p.numel() for p in self.parameters]
-        values = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        flat = self._memory()
+        flat.values.zero_()
+        return flat
+
+    def send_values(self, group: ProcessGroup) -> tuple[Flat, Any]:
+        """Send the values of the parameters from their owner; return them, and the collective."""
+        alone = self.parameters[0].detach()
+        if not self.is_for(group):
+            flat = self._memory()
+        elif len(self.parameters) == 1 and alone.is_contiguous():
+            flat = Flat(alone.view(-1), [alone])
+        else:
+            flat = self._memory()
+            for parameter, part in zip(self.parameters, flat.parts, strict=True):
+                part.copy_(parameter.detach())
+        return flat, dist.broadcast(flat.values, group=group, group_src=self.owner, async_op=True)
+
+    def _memory(self) -> Flat:
+        sizes = [p.numel() for p in self.parameters]
+        values = torch.empty(sum(sizes), dtype=self.parameters[0].dtype, device=self.device)
         pieces = zip(self.parameters, values.split(sizes), strict=True)
         return Flat(values, [_as(parameter, piece) for parameter, piece in pieces])
 
@@ -62,14 +84,25 @@ def buckets_of(
     open_of: dict[Any, tuple[Bucket, float]] = {}
     for parameter in parameters:
         owner = None if shares is None else shares.owner_of(parameter)
-        key = parameter.dtype, parameter.device, owner
-        bucket, size = open_of.get(key, (Bucket([], owner), cap))
+        device = parameter.device if shares is None else shares.device_of(parameter)
+        key = parameter.dtype, device, owner
+        bucket, size = open_of.get(key, (Bucket([], owner, device), cap))
         if size >= cap:
-            bucket, size = Bucket([], owner), 0
+            bucket, size = Bucket([], owner, device), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         open_of[key] = bucket, size + parameter.numel() * parameter.element_size()
     return buckets
+
+
+def wait_for(works: Iterable[Any], watcher: Watcher) -> None:
+    """Wait for collectives, and raise an error that names a process by which they fail."""
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        failure = watcher.failure(FAILURE_TIMEOUT) if is_broken_connection(error) else None
+        raise error if failure is None else failure from error
 
 
 def _as(parameter: nn.Parameter, piece: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def check_options(ddp: Mapping[str, Any] | None, replicas: int, *, wraps: bool =
         )
     if not wraps and (others := sorted(set(ddp or ()) - _EARLY)):
         raise ValueError(
-            "sharding='gradients' averages gradients without DistributedDataParallel, also where a "
+            "divided gradients are averaged without DistributedDataParallel, also where a "
             f"parameter has none: got ddp with {', '.join(others)}. Leave it out; there are "
             f"{', '.join(sorted(_EARLY))}."
         )

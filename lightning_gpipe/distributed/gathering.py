@@ -18,25 +18,39 @@ from torch.optim import Optimizer
 from lightning_gpipe.distributed.group import Group
 
 
-def whole_state(module: nn.Module, group: Group, elsewhere: Collection[str]) -> dict[str, Any]:
+def whole_state(
+    module: nn.Module,
+    group: Group,
+    elsewhere: Collection[str],
+    kept: Collection[str] | None = None,
+) -> dict[str, Any]:
     """Return a module's state dict with the values of all processes; empty in all but the first.
 
     Args:
         module: The module.
-        group: The processes.
+        group: The processes of a pipeline, or of all replicas if these have divided parameters.
         elsewhere: The paths of the modules in stages of other processes.
+        kept: The names of the values that this process alone keeps, if it is in another replica
+            than the first, which has what is not divided.
     """
-    parts = group.gather(own_state(module, group, elsewhere))
+    parts = group.gather(own_state(module, group, elsewhere, kept))
     state: dict[str, Any] = module.state_dict() if parts else {}
     for part in parts:
         state.update(part)
     return state
 
 
-def own_state(module: nn.Module, group: Group, elsewhere: Collection[str]) -> dict[str, Any]:
+def own_state(
+    module: nn.Module,
+    group: Group,
+    elsewhere: Collection[str],
+    kept: Collection[str] | None = None,
+) -> dict[str, Any]:
     """Return the part of a module's state dict that this process saves, see :func:`whole_state`."""
     state: dict[str, Any] = module.state_dict()
     missing, part = _parts(state, group, elsewhere)
+    if kept is not None:
+        part = {name: part[name] for name in part if name in kept}
     names = set(chain(*group.gather(list(part))))
     if group.rank:
         return part
@@ -69,9 +83,8 @@ def own_optimizer_keys(
     """
     parameters = [each for one in optimizer.param_groups for each in one["params"]]
     missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
-    if place == 0:
-        return [key for key in own if key not in missing]
-    return [k for k in missing if k in own and not parameters[k].is_meta]
+    first = [key for key in own if key not in missing] if place == 0 else []
+    return first + [k for k in missing if k in own and not parameters[k].is_meta]
 
 
 def _parts(

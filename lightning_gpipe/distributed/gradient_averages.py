@@ -22,6 +22,9 @@ the parameter: it is reduced there, and the ``.grad`` of the others is None. So 
 gradients of a backward, and each backward is averaged, those that accumulate too. The owner adds up
 the averages. No wrapper averages the gradients of parameters that are not in stages: it would do so
 everywhere. They come at the end, with those above.
+
+If they share parameters, too, those of other replicas have no values here, and no ``.grad``: a
+gradient that is averaged at the end of a backward is held until then.
 """
 
 from __future__ import annotations
@@ -41,18 +44,21 @@ from typing_extensions import override
 from lightning_gpipe.core.faithful import has_hooks, has_memory
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import GradientHome, GradientTransfer
-from lightning_gpipe.core.transport import OutOfStep, is_broken_connection
-from lightning_gpipe.distributed.buckets import Bucket, buckets_of
-from lightning_gpipe.distributed.group import FAILURE_TIMEOUT, Watcher
+from lightning_gpipe.core.transport import OutOfStep
+from lightning_gpipe.distributed.buckets import Bucket, buckets_of, wait_for
+from lightning_gpipe.distributed.group import Watcher
 from lightning_gpipe.distributed.shares import Shares, counts, total
 
 Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
 
 
-def own_parameters(root: nn.Module, layout: Layout) -> dict[int, list[nn.Parameter]]:
+def own_parameters(
+    root: nn.Module, layout: Layout, *, frozen: bool = False
+) -> dict[int, list[nn.Parameter]]:
     """Return the parameters of each stage of this process that no other module of a model has.
 
     Those that need dense gradients: for others DistributedDataParallel is told by their modules.
+    With ``frozen`` also those that need none.
     """
     stage_of = {
         module: j
@@ -69,7 +75,9 @@ def own_parameters(root: nn.Module, layout: Layout) -> dict[int, list[nn.Paramet
         j: [
             parameter
             for parameter in layout.partitions[j].parameters
-            if parameter.requires_grad and has_memory(parameter) and users[id(parameter)] == {j}
+            if (parameter.requires_grad or frozen)
+            and has_memory(parameter)
+            and users[id(parameter)] == {j}
         ]
         for j in layout.stages_here
     }
@@ -112,6 +120,8 @@ class GradientAverages(GradientHome):
         self._begun = False  # whether the transfer of this step has
         self._late: dict[int, nn.Parameter] = {}  # whose .grad is to be averaged, in order
         self._averages: dict[int, Pair] = {}  # to be added to .grad when it is an average, too
+        self._keeps = shares is not None and any(map(shares.keeps, self.parameters))
+        self._held: dict[int, Tensor] = {}  # in the place of .grad, by the ids of parameters
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -137,21 +147,23 @@ class GradientAverages(GradientHome):
 
     @override
     def begin(self) -> GradientTransfer | None:
-        if not self._active or self._begun:
+        if not self._active:
             return None
+        if self._begun:  # all gradients of this step are averaged at its end
+            return _HeldTransfer(self) if self._keeps else None
         self._begun = True
         return _AveragedTransfer(self, self._steps)
 
     def wait(self, works: Sequence[Any]) -> None:
-        """Wait for collectives, and raise an error that names a process by which they fail."""
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            failure = (
-                self._watcher.failure(FAILURE_TIMEOUT) if is_broken_connection(error) else None
-            )
-            raise error if failure is None else failure from error
+        wait_for(works, self._watcher)
+
+    def hold(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Hold the gradient of a parameter that has no values here, and so no ``.grad``."""
+        before = self._held.get(id(parameter))
+        self._held[id(parameter)] = gradient if before is None else before + gradient
+
+    def _device_of(self, parameter: nn.Parameter) -> torch.device:
+        return parameter.device if self._shares is None else self._shares.device_of(parameter)
 
     def add_late(self, parameter: nn.Parameter, average: Tensor | None) -> None:
         """Average the ``.grad`` of a parameter in :meth:`finish`, and add an average to it.
@@ -198,14 +210,17 @@ class GradientAverages(GradientHome):
 
     def _average_late(self, late: Sequence[nn.Parameter]) -> None:
         """Average the ``.grad`` of parameters, if a replica has one."""
-        there = [parameter.grad is not None for parameter in late]
-        some = total(self.group, there, late[0].device)
+        held, self._held = self._held, {}
+        gradient_of = {id(p): held.get(id(p), p.grad) for p in late}
+        there = [gradient_of[id(parameter)] is not None for parameter in late]
+        some = total(self.group, there, self._device_of(late[0]))
         late = [each for each, replicas in zip(late, some, strict=True) if replicas]
         for bucket in buckets_of(late, self._cap, self._shares):
             flat = bucket.empty()
             for parameter, part in zip(bucket.parameters, flat.parts, strict=True):
-                if parameter.grad is not None:
-                    part.copy_(parameter.grad)
+                gradient = gradient_of.pop(id(parameter))
+                if gradient is not None:
+                    part.copy_(gradient)
                     parameter.grad = None
             flat.values.mul_(1.0 / self.group.size())
             self.wait([bucket.sum(flat, self.group, async_op=True)])
@@ -241,7 +256,7 @@ class _AveragedTransfer(GradientTransfer):
         with self._lock:
             gradient_of = {id(leaf): x for leaf, x in pairs if id(leaf) in here}
             pairs.clear()  # the memory of a gradient is free once it is in its bucket
-            device = buckets[0].parameters[0].device
+            device = buckets[0].device
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
             self._complete[j] = gradient_of, stream
             self._send_next()
@@ -273,7 +288,7 @@ class _AveragedTransfer(GradientTransfer):
             not apart and (id(parameter) in gradient_of or self._before(parameter) is not None)
             for parameter, apart in zip(parameters, outside, strict=True)
         ]
-        notes = counts(group, [self._number, *outside, *shares], parameters[0].device)
+        notes = counts(group, [self._number, *outside, *shares], buckets[0].device)
         sent = _Sent(parameters, {}, notes, [dist.all_reduce(notes, group=group, async_op=True)])
         for bucket in buckets:
             flat = bucket.empty()
@@ -293,7 +308,9 @@ class _AveragedTransfer(GradientTransfer):
         if gradient is not None and self._factor is not None:
             gradient.mul_(self._factor.to(gradient.device, gradient.dtype))
         if id(parameter) in self._outside:
-            if gradient is not None:
+            if gradient is not None and parameter.is_meta:
+                self._averages.hold(parameter, gradient)
+            elif gradient is not None:
                 self._own.append((parameter, gradient))
             return
         if gradient is not None:
@@ -326,6 +343,32 @@ class _AveragedTransfer(GradientTransfer):
                     pairs.append((parameter, part))
         self._sent, self._own = [], []
         return pairs
+
+
+class _HeldTransfer(GradientTransfer):
+    """Holds gradients of another mini-batch of a step, which have no ``.grad`` to go to."""
+
+    def __init__(self, averages: GradientAverages) -> None:
+        self._averages = averages
+        self._held: list[Pair] = []
+        self._factor: Tensor | None = None
+
+    @override
+    def send(self, j: int, pairs: list[Pair]) -> list[Pair]:
+        self._held += [pair for pair in pairs if pair[0].is_meta]
+        return [pair for pair in pairs if not pair[0].is_meta]
+
+    @override
+    def open(self, outside: Collection[int] = (), factor: Tensor | None = None) -> None:
+        self._factor = factor
+
+    @override
+    def receive(self) -> list[Pair]:
+        for parameter, gradient in self._held:
+            if self._factor is not None:
+                gradient.mul_(self._factor.to(gradient.device, gradient.dtype))
+            self._averages.hold(parameter, gradient)
+        return []
 
 
 class _Sent(NamedTuple):

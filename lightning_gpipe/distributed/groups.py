@@ -151,6 +151,8 @@ class ProcessGroups:
         mesh: All processes, a row for each pipeline.
         of_norms: As ``across``, for moments of batch norms: one for each worker of this process and
             one for what is around the stages; none if each replica has its own moments.
+        of_weights: As ``across``, for weights that replicas have divided: one for each worker of
+            this process; none if each replica has all.
         lifeline: Watches all processes.
     """
 
@@ -161,6 +163,7 @@ class ProcessGroups:
     reductions: ProcessGroup | None
     mesh: DeviceMesh
     of_norms: Sequence[ProcessGroup]
+    of_weights: Sequence[ProcessGroup]
     lifeline: Lifeline
 
     @property
@@ -197,7 +200,8 @@ class ProcessGroups:
         self._abort_device_groups()
 
     def _abort_device_groups(self) -> None:
-        for group in (self.across, self.along, self.reductions, *self.of_norms):
+        of_workers = *self.of_norms, *self.of_weights
+        for group in (self.across, self.along, self.reductions, *of_workers):
             if group is not None and group.size() > 1 and group is not dist.group.WORLD:
                 abort_group(group)
 
@@ -210,6 +214,7 @@ def connect(
     facts: Mapping[str, Any],
     *,
     synchronised: bool = False,
+    divided: bool = False,
 ) -> ProcessGroups:
     """Make the groups, in all processes at once.
 
@@ -220,6 +225,7 @@ def connect(
         lost_after: How long a process may be silent until it is lost; None for 30 seconds.
         facts: What must be the same in all processes, see :func:`check_same`.
         synchronised: Whether batch norms normalise by the rows of all replicas.
+        divided: Whether replicas divide weights.
     """
     rows = arrangement.ranks
     everyone = Group(timeout)
@@ -241,11 +247,14 @@ def connect(
     )
     workers = arrangement.devices // arrangement.on_each_node
     of_norms = [_own_group(columns, timeout) for _ in range(synchronised * (workers + 1))]
+    of_weights = [_own_group(columns, timeout) for _ in range(divided * workers)]
     lifeline = Lifeline(lost_after)
-    groups = ProcessGroups(everyone, pipeline, across, along, reductions, mesh, of_norms, lifeline)
+    groups = ProcessGroups(
+        everyone, pipeline, across, along, reductions, mesh, of_norms, of_weights, lifeline
+    )
     groups.watch(groups.lifeline)
     made = [group.process_group for group in groups.host_groups]
-    made += [across, along, reductions, *of_norms]
+    made += [across, along, reductions, *of_norms, *of_weights]
     of_torch = [group.group_name for group in made if group not in (None, dist.group.WORLD)]
     weakref.finalize(groups, _destroy, of_torch).atexit = False
     return groups

@@ -85,8 +85,8 @@ class OptimizerShards:
             if parameter.grad is not None:
                 if self._divides_gradients:
                     raise RuntimeError(
-                        "sharding='gradients' leaves the average of a gradient in the replica that "
-                        "steps the parameter: got a gradient of another's, of shape "
+                        "divided gradients leave an average in the replica that steps the "
+                        "parameter: got a gradient of another's, of shape "
                         f"{tuple(parameter.shape)}, so it is no average. Compute gradients by "
                         "self.manual_backward(loss), not by loss.backward(), and let the "
                         "LightningModule have all parameters of its optimizers."
@@ -119,10 +119,10 @@ class OptimizerShards:
         return (x for x in self._divided(optimizer) if not self._shares.is_own(x))
 
     def _divided(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters of an optimizer, each with an owner."""
+        """Return the parameters of an optimizer that replicas have, each with an owner."""
         parameters = [x for one in optimizer.param_groups for x in one["params"] if not x.is_meta]
         self._shares.add(parameters)
-        return parameters
+        return [x for x in parameters if not self._shares.keeps(x)]
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

@@ -28,6 +28,7 @@ class Shares:
         self.group = group
         self._owner_of: dict[Tensor, int] = {}
         self._sizes = [0] * group.size()  # in elements
+        self._kept_on: dict[Tensor, torch.device] = {}
         self.add(around)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
@@ -37,6 +38,22 @@ class Shares:
             owner = min(range(len(self._sizes)), key=self._sizes.__getitem__)
             self._owner_of[parameter] = owner
             self._sizes[owner] += parameter.numel()
+
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Divide parameters of which only the owner keeps the values; all replicas have them now.
+
+        The owner is that of any other parameter. Where the values were is known afterwards, too.
+        """
+        self._kept_on = {parameter: parameter.device for parameter in parameters}
+        self.add(self._kept_on)
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Return True if only the owner of a parameter has its values."""
+        return parameter in self._kept_on
+
+    def device_of(self, parameter: Tensor) -> torch.device:
+        """Return the device of a parameter in its owner."""
+        return self._kept_on.get(parameter, parameter.device)
 
     def owner_of(self, parameter: Tensor) -> int:
         """Return the replica that owns a parameter."""

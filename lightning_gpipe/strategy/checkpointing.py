@@ -71,13 +71,15 @@ class Checkpoints:
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         trainer = getattr(module, "_trainer", None)
         step = "" if trainer is None else f" of step {trainer.global_step}"
-        if not self._processes.meet_to_save(f"a checkpoint{step}"):
+        processes = self._processes
+        saves = processes.meet_to_save(f"a checkpoint{step}")
+        if not saves and not processes.options.divides_parameters:
             return {}
-        group = self._processes.pipeline_group
+        group = processes.value_group
         if group is None:
             return module.state_dict()
         state_of = own_state if self._sharded else whole_state
-        return state_of(module, group, self._processes.elsewhere)
+        return state_of(module, group, processes.elsewhere, processes.kept_values)
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         processes = self._processes

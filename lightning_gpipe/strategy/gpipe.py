@@ -177,7 +177,8 @@ class GPipeStrategy(ParallelStrategy):
         ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
         sharding: What is divided among replicas, of which each has whole copies otherwise:
             ``"optimizer"`` for the states of the optimizers, ``"gradients"`` for these and the
-            averaged gradients.
+            averaged gradients, ``"parameters"`` also for the parameters of stages, which come to a
+            replica while the stage runs.
         save_distributed_checkpoint: Whether a checkpoint is a folder, to which each process writes
             its part with torch.distributed.checkpoint, instead of a single file. Either kind is
             loaded, whatever this is.
@@ -223,7 +224,7 @@ class GPipeStrategy(ParallelStrategy):
         start_method: StartMethod = "popen",
         replicas: int = 1,
         ddp: dict[str, Any] | None = None,
-        sharding: Literal["optimizer", "gradients"] | None = None,
+        sharding: Literal["optimizer", "gradients", "parameters"] | None = None,
         save_distributed_checkpoint: bool = False,
     ) -> None:
         self.options = StrategyOptions.of(locals())
@@ -289,10 +290,12 @@ class GPipeStrategy(ParallelStrategy):
         pipeline = self._piped.pipeline
         move, move_back = (partial(self._cut, each) for each in (balance, pipeline.balance))
         self._processes.check_same_value("balance of rebalance()", balance)
+        self._replicas.gather_parameters(self._root, self.root_device)
         try:
             self._processes.do_or_undo(move, move_back)
         finally:
             if self.is_distributed:
+                self._replicas.divide_parameters(self._root, self._piped)
                 self._wrap()
         self._averages.follow(self._root)
         self._measured_balances.replace(self._piped.modules, pipeline.balances)
@@ -422,6 +425,7 @@ class GPipeStrategy(ParallelStrategy):
         if synchronised:
             check_synchronised(self._layer_sync, self.options)
         self._processes.connect(self.root_device, synchronised=synchronised)
+        self._replicas.gather_parameters(self._root, self.root_device)
         self._root._device_mesh = self.device_mesh
         super().setup_environment()
         self._profiling.record_threads(profiler_of(self._root))
@@ -464,9 +468,10 @@ class GPipeStrategy(ParallelStrategy):
         self._checkpoints.load_part(module)
         if self.is_distributed:
             self._wrap()
+            self._replicas.divide_parameters(module, piped)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
-            if self.options.sharding == "gradients":
+            if self.options.divides_gradients:
                 refuse_sparse_gradients(module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -495,7 +500,7 @@ class GPipeStrategy(ParallelStrategy):
             if processes.at_last
             else None,
         )
-        guard_logs(module, changes, split=processes.split or self.options.sharding == "gradients")
+        guard_logs(module, changes, split=processes.split or self.options.divides_gradients)
         layout = piped.pipeline.layout
         adapt_callbacks(callbacks, changes, layout, self.data_parallel_size)
         self._signals.follow(trainer, changes)
@@ -628,7 +633,8 @@ class GPipeStrategy(ParallelStrategy):
     ) -> Any:
         if self._steps is None:
             return step(*args, **kwargs)
-        return self._steps.evaluation(step.__name__, partial(step, *args, **kwargs))
+        with self._replicas.in_evaluation():
+            return self._steps.evaluation(step.__name__, partial(step, *args, **kwargs))
 
     # Reductions and barriers. The processes of a pipeline are one; replicas differ.
 
@@ -706,7 +712,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._processes.split:
+        if self._processes.split or self.options.divides_parameters:
             explain_meta(exception, self._root)
         self._profiling.abort()
         self._train_alone()  # what was adapted refers to the process groups
@@ -742,7 +748,7 @@ class GPipeStrategy(ParallelStrategy):
             unshare(module._trainer)
         if module is not None and must_stay(module):
             self._lightning_module = None
-            if self._processes.split:
+            if self._processes.split or self.options.divides_parameters:
                 to_cpu(module)
         super().teardown()
         self._lightning_module = module

@@ -31,7 +31,7 @@ from lightning_gpipe.strategy.compilation import check_compile
 
 StartMethod = Literal["popen", "spawn", "fork"]
 Outputs = Literal["all", "last", "auto"]
-Sharding = Literal["optimizer", "gradients"]
+Sharding = Literal["optimizer", "gradients", "parameters"]
 
 P = ParamSpec("P")
 
@@ -115,7 +115,18 @@ class StrategyOptions:
     @property
     def verified(self) -> bool | Literal["sample"]:
         """The argument ``verify``; a compiled model is not compiled anew for a sample."""
-        return self.verify is True or (not self.compile and self.verify)
+        sampled = not self.compile and not self.divides_parameters
+        return self.verify is True or (sampled and self.verify)
+
+    @property
+    def divides_gradients(self) -> bool:
+        """True if replicas have averaged gradients in parts."""
+        return self.sharding in ("gradients", "parameters")
+
+    @property
+    def divides_parameters(self) -> bool:
+        """True if replicas have parameters of stages in parts."""
+        return self.sharding == "parameters"
 
     def same_everywhere(self) -> dict[str, Any]:
         """Return the options, which must be the same in all processes."""
@@ -164,10 +175,31 @@ class StrategyOptions:
                 f"sharding={self.sharding!r} divides what replicas have: got replicas=1. Leave it "
                 "out, or write replicas=2 or more."
             )
+        if self.divides_parameters:
+            self._check_divided()
         if self.outputs == "last" and self.processes == "single":
             raise ValueError(
                 "outputs='last' is for a pipeline of several processes: got processes='single'. "
                 "Leave it out, or write processes='per_stage' or 'per_node'."
+            )
+
+    def _check_divided(self) -> None:
+        """Refuse what needs all parameters of a stage in one process."""
+        if self.weights != "device":
+            raise ValueError(
+                "sharding='parameters' keeps weights in the replicas, on their devices: got "
+                f"weights={self.weights!r}. Write weights='device', or sharding='gradients'."
+            )
+        if self.verify is True:
+            raise ValueError(
+                "verify=True compares with layers that have all of their parameters: got "
+                "sharding='parameters'. Verify in a run with sharding='gradients'."
+            )
+        if self.compile:
+            raise ValueError(
+                "sharding='parameters' lets weights come and go, which compiled layers do not "
+                f"expect: got compile={self.compile!r}. Leave it out, or write "
+                "sharding='gradients'."
             )
 
     def _check_schedule(self) -> None:

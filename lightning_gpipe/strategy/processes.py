@@ -70,6 +70,7 @@ class Processes:
         groups: The process groups, while several processes are connected.
         elsewhere: The paths of modules in stages of other processes. It outlives the pipeline, for
             checkpoints of a model that has trained.
+        kept: The names of parameters that this process alone keeps, of all replicas. As before.
     """
 
     def __init__(self, options: StrategyOptions) -> None:
@@ -80,6 +81,7 @@ class Processes:
         self._ranks: ClusterEnvironment | None = None  # if it numbers the processes
         self.groups: ProcessGroups | None = None
         self.elsewhere: set[str] = set()
+        self.kept: set[str] = set()
         self._listener: socket | None = None  # for the first process, from before it starts
 
     # Their number, and the place of this one.
@@ -236,6 +238,7 @@ class Processes:
                 options.lost_after,
                 facts,
                 synchronised=synchronised,
+                divided=options.divides_parameters,
             )
         pipeline = self.groups.pipeline
         if pipeline is not None:
@@ -314,6 +317,18 @@ class Processes:
             return self.pipeline_group
         return self.groups.everyone
 
+    @property
+    def value_group(self) -> Group | None:
+        """The processes that have different values of parameters, if there are several."""
+        if self.groups is None or not self.options.divides_parameters:
+            return self.pipeline_group
+        return self.groups.everyone
+
+    @property
+    def kept_values(self) -> set[str] | None:
+        """The names of what a process of another replica than the first saves; None in that."""
+        return self.kept if self.replica else None
+
     def meet(self, purpose: str) -> None:
         """Wait until all processes have come to ``purpose``, as a message may say."""
         if self.groups is not None:
@@ -361,9 +376,9 @@ class Processes:
     def fetch(self, module: LightningModule) -> None:
         """Give the module of the first process the values of all, on the CPU."""
         self.meet("gather the model")
-        group = self.pipeline_group
-        if group is not None and not self.replica:
-            state = whole_state(module, group, self.elsewhere)
+        group = self.value_group
+        if group is not None and (self.options.divides_parameters or not self.replica):
+            state = whole_state(module, group, self.elsewhere, self.kept_values)
             if group.rank == 0:
                 load_state(module, state, strict=True)
 

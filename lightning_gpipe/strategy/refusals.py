@@ -242,7 +242,7 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
     ]
     if names:
         raise ValueError(
-            "with sharding='gradients' gradients must be dense: got "
+            "gradients that replicas divide must be dense: got "
             f"{', '.join(names)} with sparse=True. Leave it out, or write sharding='optimizer'."
         )
 

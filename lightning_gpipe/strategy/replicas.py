@@ -33,6 +33,7 @@ from lightning_gpipe.core.faithful import (
     Journal,
     Manager,
     check_batch_norms,
+    has_hooks,
     over_replicas,
 )
 from lightning_gpipe.core.frontends import forget_values, recall
@@ -45,14 +46,18 @@ from lightning_gpipe.distributed import (
     GradientsAround,
     Group,
     OptimizerShards,
+    ReplicaWeights,
     SameParameters,
     Shares,
     WorldSizeCalls,
     bucket_bytes,
     check_options,
     check_static_graph,
+    divisible,
+    drop_values,
     equalise,
     equalise_buffers,
+    gather_values,
     gathered,
     gradient_norms,
     leaves_early,
@@ -79,7 +84,8 @@ class Replicas:
     """
 
     def __init__(self, processes: Processes, ddp: Mapping[str, Any] | None) -> None:
-        self._divides_gradients = processes.options.sharding == "gradients"
+        self._divides_gradients = processes.options.divides_gradients
+        self._divides_parameters = processes.options.divides_parameters
         check_options(ddp, processes.options.replicas, wraps=not self._divides_gradients)
         self._processes = processes
         self._ddp = dict(ddp or {})
@@ -110,6 +116,37 @@ class Replicas:
         return self._processes.groups.everyone
 
     # Values and gradients.
+
+    def gather_parameters(self, module: nn.Module, device: torch.device) -> None:
+        """Give each replica the parameters that a fit before has divided; it has a ``device``."""
+        if self._across is not None and self._divides_parameters:
+            gather_values(module, self._across, device)
+
+    def divide_parameters(self, module: nn.Module, pipelined: PipelinedModule) -> None:
+        """Divide the parameters of stages among replicas until :meth:`end`, if the user asks.
+
+        Raises:
+            ValueError: If several modules are pipelines.
+        """
+        across, groups = self._across, self._processes.groups
+        if across is None or groups is None or not self._divides_parameters:
+            return
+        if len(pipelined.modules) > 1:
+            raise ValueError(
+                "sharding='parameters' is for one pipelined module: got "
+                f"{len(pipelined.modules)}. Name one by module=..., or write sharding='gradients'."
+            )
+        pipeline = pipelined.modules[0].pipeline
+        stages = divisible(module, pipeline.layout)
+        parameters = list(chain.from_iterable(stages.values()))
+        self._shares = shares = self._shares or Shares(across, pipelined.around())
+        shares.keep(parameters)
+        drop_values(module, parameters, shares)
+        options = stages, pipeline.layout, groups.of_weights, shares, groups.lifeline
+        weights = ReplicaWeights(*options, bucket_bytes(self._ddp))
+        pipeline.divide((x for x in parameters if x.is_meta), weights)
+        named = module.named_parameters(remove_duplicate=False)
+        self._processes.kept = {n for n, x in named if shares.keeps(x) and shares.is_own(x)}
 
     def wrapped(self, module: LightningModule, around: Collection[nn.Parameter]) -> nn.Module:
         """Give all replicas the values of the first.
@@ -164,7 +201,11 @@ class Replicas:
             return
         shares.add(module.parameters())
         others = {id(parameter) for parameter in chain(alone, *stages.values())}
-        rest = [p for p in module.parameters() if not p.is_meta and id(p) not in others]
+        rest = [
+            p
+            for p in module.parameters()
+            if not p.is_meta and not shares.keeps(p) and id(p) not in others
+        ]
         self._averages = self._averages_of(stages, shares=shares, rest=rest)
         self._buffers_of = module
 
@@ -187,7 +228,8 @@ class Replicas:
         """
         early = leaves_early(self._ddp, wrapper)
         if self._early is None:
-            self._early = self._pipeline is not None and module.automatic_optimization and early
+            by_itself = module.automatic_optimization or self._divides_parameters
+            self._early = self._pipeline is not None and by_itself and early
             return self._early or self._divides_gradients
         if self._averages is not None and not early:
             raise RuntimeError(
@@ -206,6 +248,8 @@ class Replicas:
             adds: Whether its gradients are added to those of steps before.
         """
         averages, pipeline, across = self._averages, self._pipeline, self._across
+        if self._divides_parameters and averages is not None:
+            self._check_hooks(averages.parameters)
         if loss is None and self._buffers_of is not None and across is not None:
             if self._synchronised and self._ddp.get("broadcast_buffers") is not False:
                 equalise_buffers(self._buffers_of, across)  # as the wrapper would do
@@ -223,11 +267,22 @@ class Replicas:
             if pipeline is None or not averages.buckets:
                 yield
                 return
-            pipeline.engine.home = averages
+            before, pipeline.engine.home = pipeline.engine.home, averages
             try:
                 yield
             finally:
-                pipeline.engine.home = None
+                pipeline.engine.home = before
+
+    def _check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse hooks that would see the gradients of one replica only."""
+        shares = self._shares
+        if shares is not None and any(shares.keeps(x) and has_hooks(x) for x in parameters):
+            raise RuntimeError(
+                "a hook on the gradient of a parameter that replicas divide must be there before "
+                "the fit, so that each replica keeps the parameter: got one that was registered "
+                "later. Register it in configure_model() or setup(), or write "
+                "sharding='gradients'."
+            )
 
     def accumulating(self) -> Manager:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""
@@ -239,6 +294,10 @@ class Replicas:
             return nullcontext()
         self._waits += 1
         return OWN.within("replicas", self._waits, self._everyone.ranks, "a step of all replicas")
+
+    def in_evaluation(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which a step may wait for parameters of the other replicas."""
+        return self.in_step() if self._divides_parameters else nullcontext()
 
     def synchronise(self, piped: PipelinedModule) -> None:
         """Let batch norms normalise by the rows of all replicas, if the Trainer asks for it.
@@ -291,7 +350,8 @@ class Replicas:
         group, everyone, parts = processes.pipeline_group, None, None
         for parameter in around if group is not None else ():
             recall(parameter, modules[0].pipeline.layout.outside)  # after another fit
-        if processes.options.sharding is not None and self._across is not None:
+        sharding = processes.options.sharding
+        if sharding is not None and self._across is not None and self._shares is None:
             self._shares = Shares(self._across, around)
         if self._divides_gradients:
             everyone = self._everyone

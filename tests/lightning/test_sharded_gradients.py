@@ -1,4 +1,4 @@
-"""Replicas of which one has each averaged gradient train as a plain Trainer on whole batches.
+"""Replicas of which one has each averaged gradient, or parameter, train as a plain Trainer.
 
 Here are also the tests of ``shares`` and ``buckets``. Fits by themselves, resumed ones, and those
 with several optimizers or averages of weights are in `test_sharded_optimizers.py`.
@@ -7,7 +7,7 @@ with several optimizers or averages of weights are in `test_sharded_optimizers.p
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ PLACES: dict[str, tuple[str, tuple[int, int], int]] = {
     "2x2": ("per_stage", (4, 1), 2),
     "2x2 nodes": ("per_node", (8, 4), 4),
     "3x2": ("per_stage", (6, 1), 2),
+    "2x1 looped": ("single", (4, 1), 6),
+    "2x2 looped": ("per_stage", (4, 1), 6),
 }
-BALANCES = {2: [3, 3], 4: [1, 2, 2, 1]}
+BALANCES = {2: [3, 3], 4: [1, 2, 2, 1], 6: [1] * 6}
 
 
 class Scale(nn.Module):
@@ -123,6 +125,7 @@ class Settings:
     schedule: str
     optimizer: str
     tied: str
+    sharding: str
     strategy: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -131,8 +134,10 @@ class Settings:
         chance = random.Random(seed)
         place = chance.choice(places)
         schedules = ["fill_drain", "1f1b", "zero_bubble", "zero_bubble_v"]
-        if PLACES[place][2] == 4:
+        if PLACES[place][2] > 2:
             schedules.pop()  # it would need eight stages
+        if PLACES[place][2] == 6:
+            schedules.pop()  # it is for a device for each stage
         options: dict[str, Any] = {"accumulate_grad_batches": chance.choice([1, 2, 3])}
         if (clip := chance.choice([None, "norm", "value"])) is not None:
             options |= {"gradient_clip_val": 0.01, "gradient_clip_algorithm": clip}
@@ -144,6 +149,7 @@ class Settings:
             chance.choice(schedules),
             chance.choice(["adam", "momentum", "adagrad"]),
             chance.choice(["no", "stages", "around"]),
+            chance.choice(["gradients", "parameters"]),
             strategy,
             options,
         )
@@ -159,8 +165,9 @@ class Settings:
         strategy = {
             "replicas": self.replicas,
             "schedule": self.schedule,
-            "sharding": "gradients",
+            "sharding": self.sharding,
             "verify": False,
+            "chunks": 4 if stages == 6 else 3,
             **self.strategy,
         }
         torch.manual_seed(0)
@@ -193,6 +200,8 @@ def assert_trains_as_plain(settings: Settings, root: Path, ranks: Any) -> None:
 
     everywhere = set[str]()
     for each in ranks.run(run, settings, root / "replicas"):
+        if settings.sharding == "parameters":  # there is one replica with each in a stage only
+            assert not everywhere & each["parameters"].keys() & {"layers.0.weight"}
         everywhere |= each["parameters"].keys()
         parameters = {name: expected["parameters"][name] for name in each["parameters"]}
         torch.testing.assert_close(each["parameters"], parameters, rtol=1e-12, atol=1e-12)
@@ -206,6 +215,16 @@ def test_drawn_settings(tmp_path: Path, two_ranks: Pool, four_ranks: Pool, seed:
     settings = Settings.draw(seed, ["2x1", "4x1", "2x2", "2x2 nodes"])
 
     assert_trains_as_plain(settings, tmp_path, two_ranks if settings.place == "2x1" else four_ranks)
+
+
+@pytest.mark.parametrize("seed", range(40, 50))
+def test_drawn_settings_with_three_stages_on_a_device(
+    tmp_path: Path, two_ranks: Pool, four_ranks: Pool, seed: int
+) -> None:
+    settings = replace(Settings.draw(seed, ["2x1 looped", "2x2 looped"]), sharding="parameters")
+
+    pool = two_ranks if settings.place.startswith("2x1") else four_ranks
+    assert_trains_as_plain(settings, tmp_path, pool)
 
 
 @pytest.mark.parametrize("place, seeds", [("3x1", range(20, 26)), ("3x2", range(30, 33))])
@@ -236,11 +255,12 @@ class Memory(Callback):
         found = [x.grad for x in pl_module.parameters() if x.grad is not None]
         self.gradients.append(storages(found))
 
+        self.parameters = [x.nbytes for x in pl_module.parameters() if not x.is_meta]
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         [optimizer] = trainer.optimizers
         states = (x for state in optimizer.state.values() for x in state.values())
         self.states = storages([x for x in states if x.numel() > 1])
-        self.parameters = [x.nbytes for x in pl_module.parameters() if not x.is_meta]
 
 
 def fit_measured(root: Path, place: str, schedule: str, sharding: str | None) -> Memory:
@@ -253,23 +273,33 @@ def fit_measured(root: Path, place: str, schedule: str, sharding: str | None) ->
     return record
 
 
+HEAD = [8 * 3 * 8, 3 * 8]  # bytes of the parameters around, which each replica has
+
+
 @pytest.mark.parametrize("place", ["2x1", "3x1", "4x1", "2x2"])
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+@pytest.mark.parametrize("sharding", ["gradients", "parameters"])
 def test_bytes_of_gradients_and_states(
-    tmp_path: Path, two_ranks: Pool, four_ranks: Pool, place: str, schedule: str
+    tmp_path: Path, two_ranks: Pool, four_ranks: Pool, place: str, schedule: str, sharding: str
 ) -> None:
     replicas = int(place[0])
     if place == "3x1":
         with new_ranks(3) as ranks:
-            found = ranks.run(fit_measured, tmp_path, place, schedule, "gradients")
+            found = ranks.run(fit_measured, tmp_path, place, schedule, sharding)
     else:
         pool = two_ranks if place == "2x1" else four_ranks
-        found = pool.run(fit_measured, tmp_path, place, schedule, "gradients")
+        found = pool.run(fit_measured, tmp_path, place, schedule, sharding)
 
     processes = len(found) // replicas
     for k in range(processes):  # the replicas of the same stages
         group = found[k::processes]
-        whole, largest = sum(group[0].parameters), max(group[0].parameters)
+        everything = group[0].parameters
+        if sharding == "parameters":  # each has those of its gradients, and what is around
+            around = sum(HEAD)
+            everything = HEAD + [x for each in group for x in each.parameters if x not in HEAD]
+            for each in group:
+                assert 0 <= sum(each.parameters) - each.gradients[0] <= around
+        whole, largest = sum(everything), max(everything)
         shares = [each.gradients[0] for each in group]
         assert sum(shares) == whole
         assert max(shares) <= (whole + (replicas - 1) * largest) / replicas

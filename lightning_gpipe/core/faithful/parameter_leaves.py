@@ -59,7 +59,7 @@ def hollow_copy(
     weight: nn.Parameter, requires_grad: bool, device: torch.device
 ) -> tuple[nn.Parameter, list[WeightPart]]:
     """Return a copy of a weight on a device with placeholders for all values, and its parts."""
-    if type(weight) is nn.Parameter:  # as most are
+    if type(weight) is nn.Parameter or weight.is_meta:  # as most are
         leaf = leaf_like(weight, requires_grad, placeholder(weight, device))
         return leaf, [WeightPart(weight, weight, leaf)]
 

@@ -13,7 +13,7 @@ shares its attributes.
 A parameter that stages on several devices share, such as an embedding that is also the weight of
 the head, is on one of them, its home. On the others its shadow is a copy, made anew for every
 mini-batch. The gradients of copies are added to that at home. Where the home is the memory of the
-host, the copies get their values while the mini-batch runs.
+host, or another replica, the copies get their values while the mini-batch runs.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Shadows:
         followed: The slots of parameters with another home.
         values: The values of followed parameters that have none in this process, by their ids.
         on_host: Whether followed parameters at home on the host get their values later.
+        divided: Whether those without values in this process, which have none in ``values``, do.
         examined: Whether to look for edits of copies by their values, which takes time.
         recomputed: Whether forward will run again, so that edits in between must be detected.
         by_caller: Returns whether the calling code is the caller's, which must not find shadows.
@@ -61,8 +62,8 @@ class Shadows:
     Attributes:
         parameters: The parameters that have a shadow and require a gradient.
         in_place: Whether the shadows are in the parameters' slots now.
-        hosted: The tensors that parameters on the host consist of, each with that of its shadow,
-            which has a placeholder for its values.
+        hosted: The tensors that parameters consist of whose values come later, each with that of
+            its shadow, which has a placeholder for its values.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Shadows:
         followed: Collection[Slot] = (),
         values: Mapping[int, Tensor] | None = None,
         on_host: bool = False,
+        divided: bool = False,
         examined: bool = False,
         recomputed: bool = True,
         by_caller: Callable[[], bool] | None = None,
@@ -88,6 +90,7 @@ class Shadows:
         self._watched: list[nn.Parameter] = []  # whose edits are detected
         self._values = values or {}
         self._on_host = on_host
+        self._divided = divided
         self.examined = examined
         self._checksums: dict[int, Tensor] = {}  # of copies, by id as above
         self.hosted: list[WeightPart] = []
@@ -116,7 +119,9 @@ class Shadows:
         key, requires_grad = id(parameter), parameter.requires_grad
         if not follows:
             shadow = leaf_like(parameter, requires_grad=True)
-        elif self._on_host and parameter.device.type == "cpu":
+        elif (self._on_host and parameter.device.type == "cpu") or (
+            self._divided and parameter.is_meta and key not in self._values
+        ):
             shadow, parts = hollow_copy(parameter, requires_grad, device)
             self.hosted += parts
         else:

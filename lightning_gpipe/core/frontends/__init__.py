@@ -20,6 +20,7 @@ from lightning_gpipe.core.frontends.install import check_recordable, is_installe
 from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heaviest, module_at
 from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
+from lightning_gpipe.core.frontends.stored import is_in_another_process
 from lightning_gpipe.core.frontends.traced import UnsupportedForward
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "forget_values",
     "frontend_of",
     "heaviest",
+    "is_in_another_process",
     "is_installed",
     "load_pretrained",
     "module_at",

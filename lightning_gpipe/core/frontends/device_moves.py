@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_gpipe.core.faithful import has_memory, parts_of
 from lightning_gpipe.core.frontends.stored import (
     Source,
+    attributes_of,
     await_value,
     check_unread_weights,
     is_in_another_process,
@@ -218,6 +219,7 @@ def recall(parameter: Tensor, device: torch.device) -> None:
     """Give a parameter memory on ``device``, whose values another process has and will send."""
     if is_in_another_process(parameter):
         created = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        created.__dict__.update(attributes_of(parameter))
         torch.utils.swap_tensors(parameter, created)
 
 

@@ -81,6 +81,11 @@ def stored_value(tensor: Tensor) -> StoredTensor | None:
     return value if isinstance(value, StoredTensor) else None
 
 
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor without the place of its value."""
+    return {name: value for name, value in vars(tensor).items() if name != _ATTRIBUTE}
+
+
 def is_in_another_process(tensor: Tensor) -> bool:
     """Return whether another process has the value of a tensor that is on the meta device."""
     return tensor.is_meta and tensor.__dict__.get(_ATTRIBUTE) is Source.ELSEWHERE

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_gpipe.core.data import (
     Division,
@@ -22,11 +23,18 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
 )
 from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
-from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.layout import META, Layout
 from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
 from lightning_gpipe.core.programs import Program
-from lightning_gpipe.core.run import Engine, Stage, Threads, ThreadsOrInline, UserStep
+from lightning_gpipe.core.run import (
+    DividedWeights,
+    Engine,
+    Stage,
+    Threads,
+    ThreadsOrInline,
+    UserStep,
+)
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
     Schedule,
@@ -131,6 +139,11 @@ class Pipeline:
     def follow(self, layout: Layout) -> None:
         """Use a layout with other homes of parameters from the next mini-batch on."""
         self.layout = self.engine.layout = layout
+
+    def divide(self, elsewhere: Iterable[nn.Parameter], weights: DividedWeights) -> None:
+        """Gather weights of stages from replicas; those ``elsewhere`` have no values here."""
+        self.layout = self.layout.with_homes(dict.fromkeys(elsewhere, META))
+        self.engine.divide(self.layout, weights)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is cut anew, and gets an engine of its own.

@@ -6,6 +6,7 @@ workers in between interpret the schedule and decide nothing.
 
 from lightning_gpipe.core.run.autograd_node import leaves_around
 from lightning_gpipe.core.run.backward.roots import leaves_behind
+from lightning_gpipe.core.run.divided_weights import DividedWeights
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.gradient_home import GradientHome, GradientTransfer
 from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
@@ -27,6 +28,7 @@ from lightning_gpipe.core.run.step_at_last import StepAtLast
 
 __all__ = [
     "LOSS_WEIGHT",
+    "DividedWeights",
     "Engine",
     "GradientHome",
     "GradientTransfer",

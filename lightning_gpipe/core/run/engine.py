@@ -30,6 +30,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.agreement import SharedErrors
 from lightning_gpipe.core.run.autograd_node import attach
+from lightning_gpipe.core.run.divided_weights import DividedWeights
 from lightning_gpipe.core.run.gradient_home import GradientHome
 from lightning_gpipe.core.run.guards.lost_gradients import UnfinishedMiniBatches
 from lightning_gpipe.core.run.guards.shared_objects import SideChannels
@@ -114,11 +115,7 @@ class Engine:
             LibraryDraws(),
             UnfinishedMiniBatches(),
             partial(training_flags_of, modules),
-            frozenset(
-                layout.placement[stage.partition.index]
-                for stage in self.stages
-                if stage.on_host or stage.offloads
-            ),
+            self._workers_with_visits(layout),
         )
         self._side_channels = SideChannels(layout.partitions)
         self._values_on_layers = ValuesOnLayers([stage.partition for stage in self.stages])
@@ -157,6 +154,21 @@ class Engine:
         self._equipment = self._equipment._replace(layout=layout)
         for stage in self.stages:
             stage.follow(layout)
+
+    def divide(self, layout: Layout, weights: DividedWeights) -> None:
+        """Gather weights of stages from replicas from now on; ``layout`` says which are not here.
+
+        Those have the meta device as their home.
+        """
+        for stage in self.stages:
+            stage.divide(weights, layout)
+        self._equipment = self._equipment._replace(
+            layout=layout, workers_with_visits=self._workers_with_visits(layout)
+        )
+
+    def _workers_with_visits(self, layout: Layout) -> frozenset[int]:
+        visited = (stage.partition.index for stage in self.stages if stage.has_visits)
+        return frozenset(layout.placement[j] for j in visited)
 
     def run(
         self,

@@ -64,6 +64,7 @@ class MiniBatch(MiniBatchRun):
         self._terms = terms
         self._entering = False  # whether an input requires a gradient
         self._examined = False  # whether to look for what is rare, and takes time to find
+        self._written = True  # whether autograd writes the gradients of all leaves
         self.leaves: list[Tensor] = []
 
     def forward(
@@ -128,6 +129,7 @@ class MiniBatch(MiniBatchRun):
         try:
             home = self.equipment.home if to_all else None
             self.transfer = None if home is None else home.begin()
+            self._written = to_all
             # On forward's streams, for which those of backward then wait.
             with self.streams.entered():
                 with SharedErrors(self.equipment.transport), self.session:
@@ -219,7 +221,7 @@ class MiniBatch(MiniBatchRun):
         else:
             exchange.receive_end()
             input_gradients = [[] for _ in devices]
-        by_stage = self.take_gradients()
+        by_stage = self.take_gradients(written=self._written)
         gradients = self.agreement.ties.gradients(exchange, end, by_stage)
         self.agreement.end(exchange)
         if self.transfer is not None:
@@ -245,7 +247,7 @@ class MiniBatch(MiniBatchRun):
             if self.inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
                 self.undo()
                 state.restore()
-            if self.equipment.workers_on_host:
+            if self.equipment.workers_with_visits:
                 self.settle()
         if self.inline:
             context.clear_autocast_cache()

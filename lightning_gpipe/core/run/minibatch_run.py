@@ -53,7 +53,8 @@ class Equipment(NamedTuple):
         stages: The stages of this process, in order.
         unfinished: Mini-batches whose backward has not run.
         training_flags: Returns the training flags of the stages of all processes.
-        workers_on_host: The workers whose stages have something in the memory of the host.
+        workers_with_visits: The workers whose stages have something on their devices only around
+            its use.
         home: The home of the stages' gradients; None if they stay in this process.
     """
 
@@ -64,7 +65,7 @@ class Equipment(NamedTuple):
     library_draws: LibraryDraws
     unfinished: UnfinishedMiniBatches
     training_flags: Callable[[], bytes]
-    workers_on_host: frozenset[int]
+    workers_with_visits: frozenset[int]
     home: GradientHome | None = None
 
 
@@ -226,10 +227,10 @@ class MiniBatchRun:
         """
         layout = self.equipment.layout
         pass_of = {each.stage.partition.index: each for each in self.passes}
-        on_host = self.equipment.workers_on_host
+        with_visits = self.equipment.workers_with_visits
         whole = (self.schedule if self.context.grad else exchange.phase).rows
         return [
-            (partial(HostWorkerTask, whole[w]) if w in on_host else WorkerTask)(
+            (partial(HostWorkerTask, whole[w]) if w in with_visits else WorkerTask)(
                 w,
                 layout.devices[w],
                 {j: pass_of[j] for j in layout.stages_of(w)},
@@ -267,9 +268,17 @@ class MiniBatchRun:
             private = None if generators is None else generators.private(j, backward=True)
             each.randomness.in_backward = private
 
-    def take_gradients(self) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
-        """Return the index of each stage with its pairs of a leaf and a gradient."""
-        return [(each.stage.partition.index, each.take_gradients()) for each in self.passes]
+    def take_gradients(
+        self, *, written: bool = True
+    ) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
+        """Return the index of each stage with its pairs of a leaf and a gradient.
+
+        ``written``: autograd writes gradients to ``.grad``.
+        """
+        return [
+            (each.stage.partition.index, each.take_gradients(written=written))
+            for each in self.passes
+        ]
 
     def refuse_gradients(self) -> None:
         """Let a gradient raise that arrives in leaves of passes that will have no backward."""

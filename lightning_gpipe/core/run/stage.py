@@ -36,6 +36,7 @@ from lightning_gpipe.core.layout import (
 )
 from lightning_gpipe.core.programs import Route, RouteName
 from lightning_gpipe.core.run.backward.split import Splits
+from lightning_gpipe.core.run.divided_weights import DividedWeights
 from lightning_gpipe.core.skip import declaration_of
 
 _TRAINING = attrgetter("training")
@@ -81,7 +82,9 @@ class Stage:
         skip_bytes: The bytes of skip tensors that leave, in the latest micro-batch.
         followed: The slots of parameters whose home is another device.
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
+        divided: Gathers its weights from replicas, if each keeps a share of them.
         offloads: How many micro-batches' activations wait there at once; inf are all.
+        has_visits: Whether weights or activations are on its device only around their use.
         in_backward: Whether its modules have the copies of a backward that runs.
         modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
@@ -114,16 +117,23 @@ class Stage:
         self._deferred_batch_norm = deferred_batch_norm
         self.splits = Splits()
         self.gather: Gather | None = None
+        self.divided: DividedWeights | None = None
         self._set_modules(modules_in(self.partition))
         self.follow(layout)
 
     def __str__(self) -> str:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
 
+    def divide(self, weights: DividedWeights, layout: Layout) -> None:
+        """Gather weights from replicas from now on, those that have no home here by the layout."""
+        self.divided, self.has_visits = weights, True
+        self.follow(layout)
+
     def follow(self, layout: Layout) -> None:
         """Find the parameters to follow; raise ValueError if a copy of one is not enough."""
         self.followed = followed_slots(self.modules, self.device, layout.homes)
         self.on_host = layout.placement[self.partition.index] in layout.away_from_weights
+        self.has_visits = self.on_host or bool(self.offloads) or self.divided is not None
         check_copies(self.followed, self.device, layout.homes, on_host=self.on_host)
 
     def refresh(self) -> None:
@@ -157,6 +167,7 @@ class Stage:
             followed=self.followed,
             values=values,
             on_host=self.on_host,
+            divided=self.divided is not None,
             examined=self._times_copied & (self._times_copied - 1) == 0,
             recomputed=recomputed,
             by_caller=by_caller,

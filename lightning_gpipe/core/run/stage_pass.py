@@ -46,6 +46,7 @@ from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
+from lightning_gpipe.core.run.divided_weights import with_values
 from lightning_gpipe.core.run.gradient_home import GradientTransfer
 from lightning_gpipe.core.run.guards.forbidden_edits import check_edits, check_unchanged
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
@@ -75,7 +76,7 @@ class StagePass:
         statistics: The statistics of the stage's batch norms, if they are deferred.
         lost_gradients: Watches for gradients that do not come through the outputs.
         transfer: Sends complete gradients home; None if they stay here.
-        host: What it has in the memory of the host; None if that is nothing.
+        host: What it has on the host or in other replicas; None if that is nothing.
     """
 
     transfer: GradientTransfer | None = None
@@ -97,8 +98,7 @@ class StagePass:
         self.works: dict[int, Work] = defaultdict(repeat(work).__next__)
         self.randomness = randomness
         self.shadows = shadows
-        on_host = stage.on_host or stage.offloads
-        self.host = HostMemory(stage, shadows) if on_host else None
+        self.host = HostMemory(stage, shadows) if stage.has_visits else None
         self.statistics = stage.statistics()
         self._context = context
         self._recomputed = recomputed
@@ -225,10 +225,10 @@ class StagePass:
             gradients = self.transfer.send(self.stage.partition.index, gradients)
         self._left = [*gradients]
 
-    def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def take_gradients(self, *, written: bool = True) -> list[tuple[Tensor, Tensor]]:
         """Return the sums of the gradients of parameters and captured leaves, and drop them.
 
-        Without those that were sent home.
+        Without those that were sent home. ``written``: autograd writes them to ``.grad``.
         """
         gradients: list[tuple[Tensor, Tensor]] = [*self.shadows.take_gradients()]
         if self._left is not None:
@@ -239,6 +239,8 @@ class StagePass:
                     "uses a tensor which its layers have kept. Pass the tensor on with the output."
                 )
             gradients, self._left = self._left, None
+        if self.stage.divided is not None and self.transfer is None:
+            gradients = with_values(gradients, written=written)
         return [*gradients, *self._backward.take_gradients()]
 
     def check_unchanged(self) -> None:

@@ -217,7 +217,7 @@ class WorkerTask(RowTask):
 
 
 class HostWorkerTask(WorkerTask):
-    """The task of a worker whose stages have something in the memory of the host.
+    """The task of a worker whose stages have something on their devices only around its use.
 
     Args:
         whole: Its row of all phases that will run.
@@ -227,7 +227,7 @@ class HostWorkerTask(WorkerTask):
 
     def __init__(self, whole: Row, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._traffic = HostTraffic(whole, self._passes)
+        self._traffic = HostTraffic(self._w, whole, tuple(self.row), self._passes)
 
     def _with_traffic(self, action: Action) -> None:
         self._traffic.before(action)

@@ -19,6 +19,7 @@ from lightning_gpipe.core.schedules.host_moves import (
     check_offload_activations,
     offloaded_by_stage,
     weight_moves,
+    weight_moves_at_once,
 )
 from lightning_gpipe.core.schedules.patterns import Pattern
 from lightning_gpipe.core.schedules.placement import counted, folded, looped
@@ -88,4 +89,5 @@ __all__ = [
     "schedule_for",
     "successor",
     "weight_moves",
+    "weight_moves_at_once",
 ]

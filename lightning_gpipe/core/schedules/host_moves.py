@@ -1,9 +1,9 @@
 """The moves of a device from and to the memory of the host, by the row of its worker.
 
-Weights that live there are on a device only around their use. Each worker has those of the stage at
-work and of the one that it works on next: the next ones come while this one computes, and what is
-neither leaves. Activations that wait there for their backward leave after their forward, and come
-back while the action before is at work.
+Weights that live there, or that replicas have divided, are on a device only around their use. Each
+worker has those of the stage at work and of the one that it works on next: the next ones come while
+this one computes, and what is neither leaves. Activations that wait there for their backward leave
+after their forward, and come back while the action before is at work.
 """
 
 from __future__ import annotations
@@ -53,6 +53,17 @@ def weight_moves(row: Row) -> dict[Action, WeightMoves]:
             last = moves.get(actions[-1], WeightMoves())
             moves[actions[-1]] = last._replace(drops=(j,))
             here.discard(j)
+    return moves
+
+
+def weight_moves_at_once(row: Row) -> dict[Action, WeightMoves]:
+    """Return the moves of a worker that has the weights of all its stages during a whole row."""
+    uses = [action for action in row if action.kind is not Kind.GRADIENTS]
+    if not uses:
+        return {}
+    stages = tuple(sorted({action.j for action in uses}))
+    moves = {uses[0]: WeightMoves(loads=stages)}
+    moves[uses[-1]] = moves.get(uses[-1], WeightMoves())._replace(drops=stages)
     return moves
 
 

@@ -29,6 +29,7 @@ from lightning_gpipe.core.schedules import (
     looped,
     schedule_for,
     weight_moves,
+    weight_moves_at_once,
 )
 from lightning_gpipe.core.schedules.host_moves import _longest, _Span
 
@@ -162,6 +163,17 @@ def test_as_few_as_possible_leave(spans: list[tuple[int, int]], k: int) -> None:
     assert overlap([x for x in drawn if x not in leave]) <= room
     for fewer in combinations(drawn, len(leave) - 1) if leave else ():
         assert overlap([x for x in drawn if x not in fewer]) > room
+
+
+def test_weights_of_all_stages_at_once() -> None:
+    row = fill_drain(2, looped(4, 2)).phase(0).rows[1]
+
+    assert {f"{action}": moves for action, moves in weight_moves_at_once(row).items()} == {
+        f"{row[0]}": WeightMoves(loads=(1, 3)),
+        f"{row[-1]}": WeightMoves(drops=(1, 3)),
+    }
+    assert weight_moves_at_once(row[:1]) == {row[0]: WeightMoves((1,), (1,))}
+    assert weight_moves_at_once(()) == {}
 
 
 def spans_of(row: Row) -> list[tuple[int, int]]:

@@ -1,1 +1,1 @@
-"""The memory of the host, for what no stage needs at the time: weights, and activations."""
+"""What is on a device only around its use: weights, and activations that wait on the host."""

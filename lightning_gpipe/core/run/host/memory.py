@@ -1,25 +1,32 @@
-"""The part of one pass through a stage that is in the memory of the host."""
+"""The part of one pass through a stage that is elsewhere: on the host, or in other replicas."""
 
 from __future__ import annotations
 
 import torch
 
 from lightning_gpipe.core.faithful import Context, Manager, Shadows
+from lightning_gpipe.core.run.host.gathered_weights import GatheredWeights
+from lightning_gpipe.core.run.host.visiting_weights import VisitingWeights
 from lightning_gpipe.core.run.host.waiting_activations import HostActivations
 from lightning_gpipe.core.run.host.weights import HostWeights
 from lightning_gpipe.core.run.stage import Stage
 
 
 class HostMemory:
-    """The part of one pass through a stage that is in the memory of the host.
+    """The part of one pass through a stage that is on its device only around its use.
 
     Attributes:
-        weights: The weights, if their home is there.
-        activations: The activations, if they wait there.
+        weights: The weights, if they are on the host or divided among replicas.
+        activations: The activations, if they wait on the host.
     """
 
+    weights: VisitingWeights | None = None
+
     def __init__(self, stage: Stage, shadows: Shadows) -> None:
-        self.weights = HostWeights(stage, shadows) if stage.on_host else None
+        if stage.divided is not None:
+            self.weights = GatheredWeights(stage, shadows, stage.divided)
+        elif stage.on_host:
+            self.weights = HostWeights(stage, shadows)
         self.activations = HostActivations(stage) if stage.offloads else None
 
     def saving(self, context: Context, i: int, *, at_once: bool = False) -> Manager:

@@ -1,22 +1,32 @@
-"""Moves what the stages of a worker have in the memory of the host, when its row needs it."""
+"""Moves what the stages of a worker have elsewhere, when its row needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from zlib import crc32
 
 from lightning_gpipe.core.run.stage_pass import StagePass
-from lightning_gpipe.core.schedules import Action, Row, activation_moves, weight_moves
+from lightning_gpipe.core.schedules import (
+    Action,
+    Row,
+    activation_moves,
+    weight_moves,
+    weight_moves_at_once,
+)
 
 
 class HostTraffic:
-    """Moves what the stages of one worker have in the memory of the host, as its row says.
+    """Moves what the stages of one worker have on the host or in other replicas, by its row.
 
     Args:
+        w: The worker.
         row: The row, of all phases that will run.
+        phase: The row of the present phase.
         passes: The passes through the worker's stages.
     """
 
-    def __init__(self, row: Row, passes: Mapping[int, StagePass]) -> None:
+    def __init__(self, w: int, row: Row, phase: Row, passes: Mapping[int, StagePass]) -> None:
         hosts = {j: each.host for j, each in passes.items() if each.host is not None}
         self._weights = {j: x.weights for j, x in hosts.items() if x.weights is not None}
         self._activations = {
@@ -26,6 +36,11 @@ class HostTraffic:
         self._weight_moves = weight_moves(row if self._weights else ())
         waiting = tuple((j, passes[j].stage.offloads) for j in self._activations)
         self._leaving, self._coming = activation_moves(row if waiting else (), waiting)
+        divided = next((x.stage.divided for x in passes.values()), None)
+        if divided is not None:  # see Note [The same gathers in all replicas]
+            loaded = tuple(j for j, weights in self._weights.items() if weights.loaded)
+            if not divided.agree(w, _checksum(row, phase, loaded)):
+                self._weight_moves = weight_moves_at_once(phase)
 
     def before(self, action: Action) -> None:
         """Begin to move what the action and those after it need, and wait for the former."""
@@ -47,3 +62,9 @@ class HostTraffic:
         if moves := self._weight_moves.get(action):
             for j in moves.drops:
                 self._weights[j].drop()
+
+
+@lru_cache(maxsize=256)
+def _checksum(row: Row, phase: Row, loaded: tuple[int, ...]) -> int:
+    """Return a number that almost surely differs for other rows."""
+    return crc32(repr((row, phase, loaded)).encode())

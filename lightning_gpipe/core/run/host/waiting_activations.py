@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_gpipe.core.data import FlatTree, copy_marks
 from lightning_gpipe.core.faithful import Hooks
 from lightning_gpipe.core.run.host.side_copies import SideCopies
-from lightning_gpipe.core.run.host.weights import memory_of
+from lightning_gpipe.core.run.host.visiting_weights import memory_of
 from lightning_gpipe.core.run.stage import Stage
 
 _SMALL = 4096  # bytes, which are not worth a copy

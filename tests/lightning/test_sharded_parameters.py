@@ -1,0 +1,341 @@
+"""Replicas that divide the parameters of stages train as those with whole ones.
+
+Drawn fits, resumed ones and bytes are in `test_sharded_gradients.py` and
+`test_sharded_optimizers.py`. Here are also the tests of ``replica_weights``, ``divided_weights``,
+``gathered_weights`` and ``visiting_weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.core.faithful import Shadows
+from lightning_gpipe.core.run.host.visiting_weights import VisitingWeights
+from lightning_gpipe.distributed.replica_weights import ReplicaWeights
+from tests.lightning.test_replicas import Halves, Logging, result
+from tests.support.lightning_modules import Classifier, rows
+from tests.support.ranks import Pool
+from tests.support.trainers import trainer_over
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+]
+
+
+class Uneven(Halves):
+    """Other numbers of rows in each replica, so other numbers of micro-batches."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        strategy: Any = self.trainer.strategy
+        size = [4, 1][strategy.data_parallel_rank]
+        sampler = list(range(20)) if size == 4 else list(range(5))
+        return DataLoader(rows(20, seed=1), batch_size=size, sampler=sampler)
+
+
+class Twice(Classifier):
+    """Calls the pipeline twice in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x) + self(2 * x), y)
+
+
+class Skipping(Classifier):
+    """Does not call the pipeline in the second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx != 1:
+            return super().training_step(batch, batch_idx)
+        return self.head(batch[0][:, :1].double().expand(-1, 8)).square().mean()
+
+
+class Frozen(Classifier):
+    """Trains the last layer and the head only."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.layers[:4].requires_grad_(False)
+
+
+class Normalised(Classifier):
+    def __init__(self) -> None:
+        layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh()]
+        super().__init__(
+            "adam", layers=nn.Sequential(*layers, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        )
+
+
+class Penalised(Logging):
+    """Has a hook on a gradient, so that each replica keeps this parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.get_parameter("layers.2.weight").register_hook(lambda gradient: 2 * gradient)
+
+
+class Cutting(Callback):
+    """Cuts the pipeline anew after the first epoch."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, GPipeStrategy)
+        if trainer.current_epoch == 0:
+            strategy.rebalance([4, 2])
+
+
+PLACES: dict[str, Any] = {
+    "2x1": ("single", [2, 4], (4, 1)),
+    "2x2": ("per_stage", [2, 4], (4, 1)),
+    "2x2 looped": ("per_stage", [1] * 6, (4, 1)),
+}
+
+
+def fit(
+    root: Path,
+    place: str,
+    build: Callable[[], Any],
+    sharding: str,
+    data: type[Halves] = Halves,
+    strategy: dict[str, Any] | None = None,
+    callbacks: list[Callback] | None = None,
+) -> dict[str, Any]:
+    """What came of a fit of two replicas."""
+    processes, balance, machines = PLACES[place]
+    options = {
+        "replicas": 2,
+        "sharding": sharding,
+        "chunks": 4,
+        "verify": False,
+        **(strategy or {}),
+    }
+    made = trainer_over(
+        root, processes, balance, options, machines, max_epochs=2, callbacks=callbacks
+    )
+    torch.manual_seed(0)
+    model = build()
+    made.fit(model, datamodule=data(2))
+    buffers = {name: x for name, x in model.named_buffers() if not x.is_meta}
+    return {**result(model, made), "buffers": buffers}
+
+
+def assert_same_fit(root: Path, ranks: Any, *args: Any, **options: Any) -> None:
+    """Fits with divided parameters end where those with divided gradients do."""
+    place, build = args
+    divided, whole = (
+        ranks.run(partial(fit, **options), root, place, build, sharding)
+        for sharding in ("parameters", "gradients")
+    )
+    half = len(whole) // 2
+    for one, other, expected in zip(divided, divided[half:], whole, strict=False):
+        together = {**one["parameters"], **other["parameters"]}
+        torch.testing.assert_close(together, expected["parameters"], rtol=1e-12, atol=1e-12)
+    assert divided[0]["parameters"].keys() < whole[0]["parameters"].keys()
+    for one, expected in zip(divided, whole, strict=True):
+        assert one["parameters"].keys() <= expected["parameters"].keys()
+        torch.testing.assert_close(one["buffers"], expected["buffers"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(one["logged"], expected["logged"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "place, build",
+    [
+        ("2x1", Twice),
+        ("2x2", Twice),
+        ("2x1", Skipping),
+        ("2x2", Frozen),
+        ("2x1", Normalised),
+        ("2x1", Penalised),
+    ],
+)
+def test_model(tmp_path: Path, two_ranks: Pool, four_ranks: Pool, place: str, build: Any) -> None:
+    assert_same_fit(tmp_path, two_ranks if place == "2x1" else four_ranks, place, build)
+
+
+@pytest.mark.parametrize(
+    "place, schedule", [("2x2", "fill_drain"), ("2x2", "1f1b"), ("2x2 looped", "fill_drain")]
+)
+def test_replicas_with_other_numbers_of_micro_batches(
+    tmp_path: Path, four_ranks: Pool, place: str, schedule: str
+) -> None:
+    strategy = {"schedule": schedule}
+    assert_same_fit(tmp_path, four_ranks, place, Classifier, data=Uneven, strategy=strategy)
+
+
+def test_cut_by_another_balance(tmp_path: Path, two_ranks: Pool) -> None:
+    assert_same_fit(tmp_path, two_ranks, "2x1", Logging, callbacks=[Cutting()])
+
+
+# One Trainer after another, with the same model.
+
+
+def fit_and_test(root: Path, sharding: str) -> list[dict[str, float]]:
+    found = []
+    torch.manual_seed(0)
+    model = Logging()
+    for balance, run in (([2, 4], "fit"), ([3, 3], "validate"), ([4, 2], "fit"), ([1, 5], "fit")):
+        strategy = {"replicas": 2, "sharding": sharding}
+        made = trainer_over(root, "single", balance, strategy, (4, 1), max_epochs=1)
+        getattr(made, run)(model, datamodule=Halves(2))
+        found.append({name: float(x) for name, x in made.callback_metrics.items()})
+    return found
+
+
+def test_one_trainer_after_another(tmp_path: Path, two_ranks: Pool) -> None:
+    whole, divided = (
+        two_ranks.run(fit_and_test, tmp_path, each) for each in ("gradients", "parameters")
+    )
+
+    torch.testing.assert_close(divided, whole, rtol=1e-12, atol=1e-12)
+
+
+# What is on a device.
+
+
+@contextmanager
+def counted() -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the stages in the order of their gathers, and the numbers loaded at each."""
+    gathered: list[int] = []
+    loaded: list[int] = []
+    now: set[int] = set()
+    gather, drop = ReplicaWeights.gather, VisitingWeights.drop
+
+    def noted(weights: ReplicaWeights, j: int, leaves: Any) -> Any:
+        gathered.append(j)
+        now.add(j)
+        loaded.append(len(now))
+        return gather(weights, j, leaves)
+
+    def noted_drop(weights: VisitingWeights) -> None:
+        now.discard(weights._stage.partition.index)
+        drop(weights)
+        assert all(part.copy.untyped_storage().nbytes() <= 8 for part in weights._parts)
+
+    with (
+        patch.object(ReplicaWeights, "gather", noted),
+        patch.object(VisitingWeights, "drop", noted_drop),
+    ):
+        yield gathered, loaded
+
+
+def fit_counted(root: Path, place: str) -> tuple[list[int], list[int], int]:
+    with counted() as (gathered, loaded):
+        found = fit(root, place, partial(Classifier, "adam"), "parameters")
+    return gathered, loaded, found["step"]
+
+
+def test_weights_are_gathered_once_for_a_mini_batch(tmp_path: Path, four_ranks: Pool) -> None:
+    for rank, (gathered, _, steps) in enumerate(four_ranks.run(fit_counted, tmp_path, "2x2")):
+        evaluations = 2 * 2 + 2  # batches of two epochs, and of the check before
+        assert gathered == [rank % 2] * (steps + evaluations)
+
+
+def test_two_stages_are_on_a_device_at_once(tmp_path: Path, four_ranks: Pool) -> None:
+    for gathered, loaded, _ in four_ranks.run(fit_counted, tmp_path, "2x2 looped"):
+        assert set(gathered) in ({0, 2, 4}, {1, 3, 5})
+        assert max(loaded) == 2
+
+
+def test_shadow_of_a_parameter_that_another_replica_keeps() -> None:
+    layer = nn.Linear(2, 2, device="meta")
+    slots = frozenset([(layer, "weight"), (layer, "bias")])
+
+    shadows = Shadows([layer], grad=True, device=torch.device("cpu"), followed=slots, divided=True)
+
+    assert [part.weight for part in shadows.hosted] == [layer.weight, layer.bias]
+    for part in shadows.hosted:
+        assert part.copy.shape == part.weight.shape and part.copy.requires_grad
+        assert part.copy.untyped_storage().nbytes() == part.copy.element_size()
+
+
+# What is refused.
+
+
+class Manual(Classifier):
+    """Computes gradients without the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        F.cross_entropy(self(batch[0]), batch[1]).backward()
+
+
+class OwnPenalty(Classifier):
+    """Uses the parameters of stages in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class LateHook(Classifier):
+    def on_train_start(self) -> None:
+        self.get_parameter("layers.2.weight").register_hook(lambda gradient: 2 * gradient)
+
+
+class TwoModules(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).double()
+
+
+def refused(root: Path, build: Any, strategy: dict[str, Any]) -> str:
+    options = {"replicas": 2, "sharding": "parameters", **strategy}
+    balance = [[2, 4]] * len(strategy["module"]) if "module" in strategy else [2, 4]
+    made = trainer_over(root, "single", balance, options, (4, 1))
+    try:
+        made.fit(build(), datamodule=Halves(2))
+    except BaseException as error:
+        return " | ".join([str(error), *getattr(error, "__notes__", ())])
+    return "none"
+
+
+@pytest.mark.parametrize(
+    "build, strategy, message",
+    [
+        (Manual, {}, "write self.manual_backward(loss), not loss.backward()"),
+        (OwnPenalty, {}, "a process has the parameters that it uses"),
+        (LateHook, {}, "a hook on the gradient of a parameter that replicas divide must be there"),
+        (TwoModules, {"module": ["layers", "others"]}, "for one pipelined module"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, build: Any, strategy: dict[str, Any], message: str, two_ranks: Pool
+) -> None:
+    errors = two_ranks.run(refused, tmp_path, build, strategy)
+
+    assert any(message in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            {"weights": "host"},
+            "got weights='host'. Write weights='device', or sharding='gradients'",
+        ),
+        ({"weights": "auto"}, "got weights='auto'"),
+        ({"verify": True}, "Verify in a run with sharding='gradients'"),
+        ({"compile": True}, "which compiled layers do not expect: got compile=True"),
+    ],
+)
+def test_impossible_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPipeStrategy([2, 4], replicas=2, sharding="parameters", **arguments)
