@@ -66,7 +66,9 @@ class Tracer(fx.Tracer):
         kind: CallKind,
         whole: Collection[nn.Module],
     ) -> None:
-        super().__init__(autowrap_functions=tuple(AUTOWRAPPED.values()))
+        super().__init__(autowrap_functions=AUTOWRAPPED)
+        # Where torch.zeros(rows, 3) is looked up, which refuses a number that is not known.
+        self._autowrap_search.append(torch)
         self.returned: Any = None
         self.failed: nn.Module | None = None
         self._module, self._forward, self._kind, self._whole = module, forward, kind, whole

@@ -27,8 +27,6 @@ from typing_extensions import override
 from lightning_gpipe.core.faithful import (
     Autocast,
     ForeignGenerator,
-    Journal,
-    Manager,
     RandomState,
     has_proxy,
 )
@@ -117,15 +115,15 @@ _DRAWN = (
 )
 
 
-def _functions(names: str) -> dict[str, Callable[..., Any]]:
-    return {name: getattr(torch, name) for name in names.split()}
+def _functions(names: str) -> frozenset[Callable[..., Any]]:
+    return frozenset(getattr(torch, name) for name in names.split())
 
 
 _FACTORIES = _functions(
     "arange zeros ones full empty eye linspace logspace tensor as_tensor tril_indices triu_indices"
 )
 _RANDOM = _functions("rand randn randint randperm normal")
-AUTOWRAPPED = _FACTORIES | _RANDOM  # of torch, by name
+AUTOWRAPPED = (*_FACTORIES, *_RANDOM)
 
 
 class _FunctionRecorder(TorchFunctionMode):
@@ -148,9 +146,9 @@ class _FunctionRecorder(TorchFunctionMode):
         if symbolic is not None:
             # Function modes of the caller are entered when the call runs, and not now as well.
             return symbolic.__torch_function__(func, types, args, kwargs)
-        if func in _RANDOM.values():
+        if func in _RANDOM:
             raise TraceError(_DRAWN)
-        if func in _FACTORIES.values() and is_users(sys._getframe(1).f_code.co_filename):
+        if func in _FACTORIES and is_users(sys._getframe(1).f_code.co_filename):
             return self._tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -158,13 +156,11 @@ class _FunctionRecorder(TorchFunctionMode):
 @contextmanager
 def watch(tracer: fx.Tracer, root: nn.Module) -> Iterator[None]:
     """Record what the tracer does not see itself, in a ``with`` block; refuse random numbers."""
-    recorder = _FunctionRecorder(tracer)
-    with (
-        _same_randomness(root),
-        recorder,
-        _any_arguments(tracer),
-        _functions_whole(tracer),
-    ):
+    # PyTorch lists the functions that make tensors when a default device is first in force, and
+    # those that the tracer wraps would be on its list for good.
+    with torch.device("cpu"):
+        torch.empty(0)
+    with _same_randomness(root), _FunctionRecorder(tracer), _functions_whole(tracer):
         yield
 
 
@@ -185,24 +181,6 @@ def attribute_reads(reads: Reads) -> Iterator[None]:
         del nn.Module.__getattribute__
 
 
-def _any_arguments(tracer: fx.Tracer) -> Manager:
-    """Record ``torch.zeros(rows, 3)`` of a number that is not known, which PyTorch refuses."""
-    # PyTorch lists the functions that make tensors when a default device is first in force, and
-    # these would be on its list for good.
-    with torch.device("cpu"):
-        torch.empty(0)
-    return Journal().changed(
-        (vars(torch), name, partial(_recorded, tracer, f)) for name, f in AUTOWRAPPED.items()
-    )
-
-
-def _recorded(tracer: fx.Tracer, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function, or record the call if a value of the trace is among its arguments."""
-    if has_proxy((args, kwargs)):
-        return tracer.create_proxy("call_function", function, args, kwargs)
-    return function(*args, **kwargs)
-
-
 @contextmanager
 def _functions_whole(tracer: fx.Tracer) -> Iterator[None]:
     """Record an autograd function as one call: within, it would run without gradients.
@@ -215,7 +193,10 @@ def _functions_whole(tracer: fx.Tracer) -> Iterator[None]:
         if issubclass(cls, CheckpointFunction):
             function, _, *rest = args
             return function(*rest)
-        return _recorded(tracer, own.__get__(None, cls), *args, **kwargs)
+        function = own.__get__(None, cls)
+        if has_proxy((args, kwargs)):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for now
     try:
