@@ -90,6 +90,7 @@ KINDS = {
             Run("schedules", 120),
             Run("saved_bytes", 60),
             Run("stress", 60),
+            Run("time_to_first_step", 150),
         ],
         seconds=15 * 60 - 10,
     ),

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -51,9 +52,11 @@ def entries_in(
             "resume from a checkpoint that has a balance, or write a balance as a list."
         )
     batch = precision.convert_input(_first_batch(module, trainer))
+    numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    args = (batch, 0) if numbered else (batch,)
     noted = _noted("training_step", "self.example_input_array, which is used instead")
     with noted, precision.train_step_context():
-        return entries_of(modules, lambda: module.training_step(batch, 0))
+        return entries_of(modules, lambda: module.training_step(*args))
 
 
 def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:

@@ -48,6 +48,13 @@ class WithExample(Slow):
         self.example_input_array = torch.zeros(4, FEATURES)
 
 
+class Unnumbered(Slow):
+    """Whose training step does not take the number of the batch, which Lightning allows."""
+
+    def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]  # it takes less
+        return super().training_step(batch, 0)
+
+
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     Slow.clock = Clock()
@@ -88,7 +95,7 @@ def run(root: Path, balance: Any = "time", **options: Any) -> tuple[Any, L.Train
     return seen.balance, made
 
 
-@pytest.mark.parametrize("build", [Slow, WithExample])
+@pytest.mark.parametrize("build", [Slow, Unnumbered, WithExample])
 def test_measured_on_an_example_or_the_first_batch(
     tmp_path: Path, build: Any, measured: list[Any]
 ) -> None:

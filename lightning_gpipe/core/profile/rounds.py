@@ -35,7 +35,7 @@ _ALIVE = 2**28  # bytes; more than caches have, and than memory that is freed an
 _OFTEN = 8  # the empty stage is measured after as many layers
 _ROUNDS = 2, 9  # with times: at least, at most
 _ERROR = 0.03  # of the times, at which there are enough rounds
-_SECONDS = 1.0  # in all rounds, after which there is none more if more than the least have run
+_SECONDS = 3.0  # in all rounds, after which there is none more if more than the least have run
 
 
 @dataclass(eq=False)
