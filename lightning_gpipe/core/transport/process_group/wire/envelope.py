@@ -39,12 +39,12 @@ class Envelope:
 
     def __init__(self) -> None:
         self.large: list[Tensor] = []
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._size = 0
 
     def add(self, body: bytes, tensors: Sequence[Tensor]) -> None:
-        """Add a value: its body, and its tensors as bytes."""
-        small = [tensor.numpy().tobytes() for tensor in tensors if not _is_large(tensor)]
+        """Add a value: its body, and its tensors as bytes, which must not change until it goes."""
+        small = [tensor.numpy().data for tensor in tensors if not _is_large(tensor)]
         self._parts += (_SIZE.pack(len(body)), body, *small)
         self._size += _SIZE.size + len(body) + sum(map(len, small))
         self.large += filter(_is_large, tensors)
@@ -59,7 +59,7 @@ class Envelope:
         return seal(header, *self._parts)
 
 
-def seal(header: Header, *content: bytes) -> tuple[Tensor, Tensor | None]:
+def seal(header: Header, *content: bytes | memoryview) -> tuple[Tensor, Tensor | None]:
     """Return a message of a header and any content, see :meth:`Envelope.seal`."""
     size = sum(map(len, content))
     first = header._replace(size=size).encode()
@@ -117,5 +117,5 @@ def _is_large(content: Tensor) -> bool:
     return content.numel() > LARGE
 
 
-def _join(*parts: bytes) -> Tensor:
+def _join(*parts: bytes | memoryview) -> Tensor:
     return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)

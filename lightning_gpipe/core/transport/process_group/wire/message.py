@@ -15,14 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.data import LEAF_SPEC, FlatTree
 from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.transport.interface import Label
+from lightning_gpipe.core.transport.process_group.wire.lone_tensor import (
+    LoneTensor,
+    split_lone_tensor,
+)
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     GpuPair,
     Receive,
     pack,
+    tensor_of,
     unpack,
 )
 
@@ -99,6 +104,12 @@ class Mail(NamedTuple):
     def encode(self) -> tuple[bytes, list[Tensor]]:
         """Return the value without its dense tensors, and the bytes of these."""
         (kind, i, j), route, (leaves, spec), on_device, gpus, _ = self
+        if (spec is LEAF_SPEC or spec is None) and not isinstance(route, Route):
+            number = _NO_ROUTE if route is None else route
+            numbers = _NUMBERS[kind], i, j, number, spec is LEAF_SPEC, *on_device
+            if lone := split_lone_tensor(leaves, numbers, gpus):
+                body, content = lone
+                return body, [content]
         # Names and numbers: to pickle objects of these classes would take three times as long.
         return pack((kind.name, i, j, route, leaves, spec, on_device), gpus)
 
@@ -107,5 +118,16 @@ class Mail(NamedTuple):
         cls, body: bytes, fill: Callable[[Tensor], object], receive: Receive | None = None
     ) -> Mail:
         """Read a value; ``fill`` writes the bytes of its tensors, see :func:`tensor_of`."""
+        if lone := LoneTensor.decode(body):
+            number, i, j, route, is_leaf, *on_device = lone.numbers
+            tensor = tensor_of(lone.form, fill, receive).requires_grad_(lone.requires_grad)
+            value = FlatTree([tensor], LEAF_SPEC if is_leaf else None)
+            to = Action(_KINDS[number], i, j)
+            return cls(to, None if route == _NO_ROUTE else route, value, [*map(bool, on_device)])
         kind, i, j, route, leaves, spec, on_device = unpack(body, fill, receive)
         return cls(Action(Kind[kind], i, j), route, FlatTree(leaves, spec), on_device)
+
+
+_NO_ROUTE = -1
+_KINDS = tuple(Kind)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
