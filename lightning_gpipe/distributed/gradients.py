@@ -64,14 +64,14 @@ class SameParameters:
         if self._parts is not None:
             self._parts.begin()
 
-    def equalise(self, *, called: bool = True) -> list[nn.Parameter]:
+    def equalise(self, *, called: bool = True, alone: bool = True) -> list[nn.Parameter]:
         """Give all processes that have a parameter the same gradient of it.
 
         That of the first one, which is the same but for rounding, by the number of threads; or the
-        sum of parts, see :meth:`GradientsAround.add_up`, whose argument and result are these.
+        sum of parts, see :meth:`GradientsAround.add_up`, whose arguments and result are these.
         """
         if self._parts is not None:
-            return self._parts.add_up(called=called)
+            return self._parts.add_up(called=called, alone=alone)
         gradients = [p.grad for p in self._around if p.grad is not None]
         for dtype in dict.fromkeys(each.dtype for each in gradients):
             self._overwrite([each for each in gradients if each.dtype == dtype])

@@ -80,12 +80,18 @@ class GradientsAround:
             if parameter.grad is not None and parameter.grad is self._totals.get(id(parameter)):
                 self._earlier[id(parameter)], parameter.grad = parameter.grad, None
 
-    def add_up(self, *, called: bool) -> list[nn.Parameter]:
+    @property
+    def at_ends(self) -> list[nn.Parameter]:
+        """The parameters that the processes of the first and of the last stage have, no others."""
+        return [x for x in self._around if self.homes.get(id(x)) is Home.ENDS]
+
+    def add_up(self, *, called: bool, alone: bool) -> list[nn.Parameter]:
         """Give the processes that have a parameter its sum over these, averaged over pipelines.
 
         Args:
             called: Whether the step has called the pipeline: else the code before a call has no
                 part in it.
+            alone: Whether no others than the processes of both ends need to run such a step.
 
         Returns:
             The parameters that this process does not use, and must drop.
@@ -102,7 +108,8 @@ class GradientsAround:
                 continue
             home = self.homes.get(id(parameter), Home.ALL)
             if called and id(parameter) not in self.homes:
-                home = self._home_of(parameter, bool(at_first), bool(elsewhere))
+                alone = alone and self._alone
+                home = self._home_of(parameter, bool(at_first), bool(elsewhere), alone=alone)
                 self.homes[id(parameter)] = home
                 if not self._has(home):
                     dropped.append(parameter)
@@ -115,9 +122,11 @@ class GradientsAround:
                 parameter.grad = earlier
         return dropped
 
-    def _home_of(self, parameter: nn.Parameter, at_first: bool, elsewhere: bool) -> Home:
+    def _home_of(
+        self, parameter: nn.Parameter, at_first: bool, elsewhere: bool, *, alone: bool
+    ) -> Home:
         before = at_first or self._first == 0  # perhaps it is used before the call
-        if id(parameter) in self._shared or elsewhere or (before and not self._alone):
+        if id(parameter) in self._shared or elsewhere or (before and not alone):
             return Home.ALL
         return Home.ENDS if at_first else Home.LAST
 

@@ -69,6 +69,7 @@ from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.adapters.signals import Signals
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import compile_layers
+from lightning_gpipe.strategy.inner_processes import InnerProcesses
 from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.options import (
     StartMethod,
@@ -496,9 +497,7 @@ class GPipeStrategy(ParallelStrategy):
             piped,
             verify=self.options.verified,
             in_wrapper=self._in_wrapper,
-            last=LastOutputs(module, piped.pipeline, piped.inner, changes, processes.explain)
-            if processes.at_last
-            else None,
+            last=self._last_outputs(piped) if processes.at_last else None,
         )
         guard_logs(module, changes, split=processes.split or self.options.divides_gradients)
         layout = piped.pipeline.layout
@@ -506,6 +505,12 @@ class GPipeStrategy(ParallelStrategy):
         self._signals.follow(trainer, changes)
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)
+
+    def _last_outputs(self, piped: PipelinedModule) -> LastOutputs:
+        module, group, changes = self._root, self.pipeline_group, self._changes
+        told = piped.modules[0], piped.inner, group, self._replicas.at_ends
+        inner = InnerProcesses(module, *told, changes)
+        return LastOutputs(module, piped.pipeline, inner, changes, self._processes.explain)
 
     @override
     def model_to_device(self) -> None:
@@ -571,7 +576,8 @@ class GPipeStrategy(ParallelStrategy):
         if self._processes.groups is None:
             return
         called = self._steps is None or self._steps.called
-        if self._replicas.after_backward(called=called):
+        alone = self._steps is None or self._steps.alone
+        if self._replicas.after_backward(called=called, alone=alone):
             for optimizer in self.optimizers:
                 drop_foreign_states(optimizer)
             self._averages.follow(self._root)

@@ -2,29 +2,52 @@
 
 With outputs for the last stage, that code runs up to its call of the pipeline for the inputs of the
 first stage, and from there on for the loss. The processes between need neither. They must know that
-the pipeline is called, and for how many rows. So the process of the first stage tells them at its
-call; they call the pipeline themselves, with an input of the same shape and without values.
+the pipeline is called, with which program and for how many rows. So the process of the first stage
+tells them at its call; they run the program, with inputs of the same shapes and without values, and
+that process sends them what their stages need of the values.
 
-What the code does to layers and to its thread before the call is done in its process alone. So it
-must not leave anything there that layers find.
+A program is made of the code, unless all calls have the same. So all processes run the code up to
+its call where that makes a new program, of which they are told by its number from then on; and
+where it leaves something to layers, which would be there in its own process only, or makes values
+for their stages that are larger than its batch. The process of the last stage, which reads batches,
+hands them this one, with the parameters that they lack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import wraps
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
 
-from lightning_gpipe.core.data import map_tensors, outline, receiving, term_receiver
-from lightning_gpipe.core.faithful import Context, Journal, RandomState
+from lightning_gpipe.core.data import (
+    bytes_of,
+    is_whole,
+    map_tensors,
+    outline,
+    receiving,
+    term_receiver,
+)
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Context,
+    Journal,
+    Manager,
+    RandomState,
+    record,
+)
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.programs import Program
-from lightning_gpipe.core.run import ValuesOnLayers
+from lightning_gpipe.core.run import StepAtLast, ValuesOnLayers
+from lightning_gpipe.distributed import Group, is_without_values
 
 _STEPS = "training_step", "validation_step", "test_step"
+_PROGRAMS = 64  # in memory
+_BATCH = "a batch for a new program"
 
 Step = Callable[..., Any]
 
@@ -36,10 +59,15 @@ class InnerProcesses:
         module: The LightningModule.
         piped: The pipeline in it.
         places: The places of these processes in the pipeline; none if each process runs the steps.
+        group: The processes of the pipeline.
+        at_ends: Returns the parameters around the pipeline that those between have on meta, and
+            code before a call may use.
         changes: Records the steps that are replaced until teardown.
 
     Attributes:
         some: Whether there are any.
+        lasting: Whether all processes have run the code of the latest step up to its call, and will
+            run it for another one like it, too.
     """
 
     def __init__(
@@ -47,90 +75,175 @@ class InnerProcesses:
         module: L.LightningModule,
         piped: PipedModule,
         places: Collection[int],
+        group: Group | None,
+        at_ends: Callable[[], Sequence[nn.Parameter]],
         changes: Journal,
     ) -> None:
+        self._module = module
         self._piped = piped
         self._engine = piped.pipeline.engine
+        self._layout = layout = self._engine.layout
+        self._places, self._group, self._at_ends = places, group, at_ends
         self.some = bool(places)
-        self._told = False  # whether they have been, in this step
-        self._call: Mapping[str, Any] | None = None  # of which this process was told
+        self.lasting = False
+        self._calls = 0  # of which the first stage's process has told
+        self._programs: dict[int, Program] = {}  # by the numbers of calls for which all made them
+        self._call: Mapping[str, Any] | None = None  # the latest one; None if there is none
+        self._known = True  # whether this process knows what runs in the present call
+        self._begun = False  # whether all run the code, of whose call nothing is known yet
         self._random: RandomState | None = None  # before the step
         self._context: Context | None = None
-        layout = self._engine.layout
+        self._given: Any = None  # the arguments of the step
+        self._versions: list[tuple[Tensor, int]] = []  # of the tensors in them
         inner = [layout.partitions[j] for j in range(layout.n) if layout.owner_of(j) in places]
-        self._values = ValuesOnLayers(inner)
+        self._values = ValuesOnLayers(inner, piped.frontend.variables)
         if not places:
             return
         steps = {name: getattr(module, name) for name in _STEPS if is_overridden(name, module)}
-        if layout.rank in places:
-            changes.write((vars(module), name, self._told_step(x)) for name, x in steps.items())
-            return
+        around = self._told_step if layout.rank in places else self._watched
+        changes.write((vars(module), name, around(x)) for name, x in steps.items())
         changes.write([(vars(piped), "check", self._tell)])
-        if layout.first_here:
-            changes.write((vars(module), name, self._watched(x)) for name, x in steps.items())
 
-    def begin(self) -> None:
+    def begin(self, step: StepAtLast) -> None:
         """Begin a step, in all processes."""
-        self._told, self._call, self._context = not self.some, None, None
-        if self.some and self._engine.layout.first_here:
-            self._random = RandomState.capture()
+        self._known, self._begun, self.lasting = not self.some, False, False
+        self._call, self._context = None, None
+        if self.some:
+            step.before_answer = self._run_in_all
+            if self._layout.first_here:
+                self._random = RandomState.capture()
 
     def end(self) -> None:
         """End a step; those between are told if it has not called the pipeline."""
-        if not self._told:
+        if not self._known:
             self._share(lambda: None)
         self._values.end()
+        self._given, self._versions = None, []
+
+    def _share(self, describe: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Let the process of the first stage tell all what runs, and hand them the batch."""
+        self._known = True
+        self._calls += 1
+        self._call = call = self._engine.everywhere(0, describe)
+        if call is None:
+            return
+        self.lasting = self.lasting or call["lasting"]
+        self._known = call["known"]
+        if call["hands"] and self._layout.last_here:
+            self._hand()
+        elif call["hands"] and self._layout.rank in self._places:
+            assert self._group is not None, "several processes are connected"
+            self._given = self._group.take(_BATCH)
+
+    @property
+    def _repeats(self) -> bool:
+        """True if the code runs for another micro-batch, with nothing new to tell."""
+        call = self._call
+        return self._known and (call is None or (not call["runs"] and call["number"] == 0))
 
     # In the process of the first stage, and in that of the last, where it is another one.
 
     def _watched(self, own: Step) -> Step:
-        """Return a step that looks at the layers first."""
+        """Return a step that looks at its arguments and the layers first."""
 
         @wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self._engine.at_last is not None and not self._told:
-                self._context = Context.capture(self._engine.layout.devices_here)
-                self._values.begin()
+            if self._engine.at_last is not None and not self._repeats:
+                self._known = self._begun = False
+                if self._context is None and self._layout.first_here:
+                    self._context = Context.capture(self._layout.devices_here)
+                    self._values.begin()
+                self._versions = []
+                # Its containers are others, which the code does not change.
+                self._given = map_tensors(self._noted, (args, kwargs))
             return own(*args, **kwargs)
 
         return step
 
-    def _tell(self, piped: PipedModule, program: Program, values: Any) -> None:
-        if self._engine.at_last is None or self._told:  # for later micro-batches it is the same
+    def _noted(self, tensor: Tensor) -> Tensor:
+        self._versions.append((tensor, -1 if tensor.is_inference() else tensor._version))
+        return tensor
+
+    def _run_in_all(self) -> None:
+        """Let all processes run the code: they are going to compute something together for it."""
+        if not (self._known or self._begun):
+            self._share(lambda: {"runs": True, "lasting": False, "hands": True, "known": False})
+            self._begun = True
+
+    def _tell(
+        self, piped: PipedModule, program: Program, values: Sequence[Any], chunks: int | None
+    ) -> None:
+        step = self._engine.at_last
+        if step is None:
             return
+        if not self._known:
+            self._share(partial(self._describe, program, values, chunks))
+        call = self._call
+        assert call is not None, "the pipeline is called"
+        step.told = not call["runs"]
+        if call["runs"] and not call["lasting"]:
+            record(self._programs, self._calls, program, _PROGRAMS)
 
-        def call() -> Mapping[str, Any]:
-            self._check_left()
-            by_micro_batch = self._engine.code is not None  # which draws from generators of its own
-            assert self._random is not None, "the step has begun"
-            return {
-                "input": map_tensors(outline, values[0]),
-                "terms": term_receiver.get() is not None,
-                "random": [] if by_micro_batch else self._random.changes(),
-            }
+    def _describe(
+        self, program: Program, values: Sequence[Any], chunks: int | None
+    ) -> Mapping[str, Any]:
+        number = next((k for k, known in self._numbered() if known is program), None)
+        lasting = self._leaves_something() or self._is_large(program, values, chunks)
+        runs = self._begun or lasting or number is None
+        call = {"runs": runs, "lasting": lasting, "hands": runs and not self._begun, "known": True}
+        if runs:
+            return call
+        by_micro_batch = self._engine.code is not None  # which draws from generators of its own
+        assert self._random is not None, "the step has begun"
+        return {
+            **call,
+            "number": number,
+            "values": map_tensors(outline, list(values)),
+            "chunks": chunks,
+            "terms": term_receiver.get() is not None,
+            "random": [] if by_micro_batch else self._random.changes(),
+        }
 
-        self._share(call)
+    def _numbered(self) -> Iterator[tuple[int, Program]]:
+        """Yield the programs that all processes have, with their numbers."""
+        if (always := self._piped.frontend.program) is not None:
+            yield 0, always
+        yield from self._programs.items()
 
-    def _share(self, call: Callable[[], Mapping[str, Any] | None]) -> None:
-        self._told = True
-        self._call = self._engine.everywhere(0, call)
-
-    def _check_left(self) -> None:
-        """Raise if layers of other processes would find something that the step has left."""
+    def _leaves_something(self) -> bool:
+        """Return whether layers of other processes would find something that the code has left."""
         before = self._context
         if before is None:  # the user calls the pipeline in another way
-            return
-        here = Context.capture(self._engine.layout.devices_here)
+            return False
+        here = Context.capture(self._layout.devices_here)
         self._values.at_call(0, before.variables, here.variables)
-        differences = before.differences() if before.missing() or not before.saves_as_here else []
-        found = [*map(repr, self._values.left), *differences]
-        if found:
+        same = before.saves_as_here and not before.missing()
+        return bool(self._values.left) or not same
+
+    def _is_large(self, program: Program, values: Sequence[Any], chunks: int | None) -> bool:
+        """Return whether one of these processes would get more bytes than its batch has."""
+        m = 1 if self._engine.code is not None else chunks or self._piped.pipeline.chunks
+        value_of = dict(zip(program.inputs, values, strict=True))
+        sent: dict[int, int] = {}
+        for route in program.given:
+            owner = self._layout.owner_of(route.target)
+            if owner in self._places:
+                tensors = [value_of[number] for number in route.numbers]
+                size = sum(bytes_of(x) * (m if is_whole(x) else 1) for x in _tensors(tensors))
+                sent[owner] = sent.get(owner, 0) + size
+        return max(sent.values(), default=0) > sum(bytes_of(x) for x, _ in self._versions)
+
+    def _hand(self) -> None:
+        """Hand the batch to those between, and the parameters that they lack."""
+        if any(not x.is_inference() and x._version != before for x, before in self._versions):
             raise RuntimeError(
-                "a step must leave nothing to layers before it calls the pipeline, where only the "
-                f"process of the first stage runs it up to there: got another {', '.join(found)}. "
-                "Pass values to the layers with their input, leave `with` blocks before the call, "
-                "or write outputs='all'."
+                "a step must not edit its batch in place before its call of the pipeline, where "
+                "other processes run it up to there after the first one: got an edited tensor. "
+                "Edit a copy, or write outputs='all'."
             )
+        assert self._group is not None, "several processes are connected"
+        lent = [parameter.detach() for parameter in self._at_ends()]
+        self._group.hand((*self._given, lent), self._places, _BATCH)
 
     # In those between.
 
@@ -141,14 +254,41 @@ class InnerProcesses:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._engine.at_last is None:  # all processes run it
                 return own(*args, **kwargs)
-            if not self._told:
+            if not self._repeats:
                 self._share(lambda: None)
-                RandomState.capture().follow(self._call["random"] if self._call else ())
-            if self._call is None:
+                self._begun = self._call is not None and not self._known
+            call = self._call
+            if call is None:
                 return None
-            if not self._call["terms"]:
-                return self._piped.module(self._call["input"])
-            with receiving(lambda _: None):
-                return self._piped.module(self._call["input"])
+            if call["runs"]:
+                given, named, lent = self._given
+                if is_without_values((args, kwargs)):
+                    args, kwargs = move_data_to_device((given, named), self._layout.outside)
+                with self._borrowed(lent):
+                    return own(*args, **kwargs)
+            RandomState.capture().follow(call["random"])
+            program = dict(self._numbered())[call["number"]]
+            with receiving(lambda _: None) if call["terms"] else NOTHING:
+                self._piped.run_told(program, call["values"], chunks=call["chunks"])
+            return None
 
         return step
+
+    def _borrowed(self, lent: Sequence[Tensor]) -> Manager:
+        """A ``with`` block in which modules have the values of parameters that others have."""
+        outside = self._layout.outside
+        pairs = zip(self._at_ends(), lent, strict=True)
+        own = {id(p): nn.Parameter(x.to(outside), p.requires_grad) for p, x in pairs}
+        slots = [
+            (module._parameters, name, own[id(parameter)])
+            for module in (self._module.modules() if own else ())
+            for name, parameter in module._parameters.items()
+            if id(parameter) in own
+        ]
+        return Journal().changed(slots)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)
+    return found

@@ -12,7 +12,7 @@ A metric of the module has seen all rows in the first process only, which comput
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from numbers import Number
@@ -53,7 +53,7 @@ class LastOutputs:
     Args:
         module: The LightningModule.
         pipeline: The pipeline in it.
-        inner: The places in the pipeline of the processes that do not run the steps.
+        inner: Tells the processes that do not run the steps.
         changes: Records the methods that are replaced until teardown.
         explain: Raises why the network has failed in place of an error, if it is of that.
 
@@ -68,7 +68,7 @@ class LastOutputs:
         self,
         module: L.LightningModule,
         pipeline: GPipe,
-        inner: Collection[int],
+        inner: InnerProcesses,
         changes: Journal,
         explain: Callable[[BaseException], None],
     ) -> None:
@@ -81,7 +81,7 @@ class LastOutputs:
         self._module = module
         self._engine = pipeline.only.engine
         self._explain = explain
-        self._inner = InnerProcesses(module, pipeline.piped_modules[0], inner, changes)
+        self._inner = inner
         self._step: StepAtLast | None = None
         self.called = True
         self._calls: list[tuple[str, Call]] = []  # of log in this step, by the module's path
@@ -101,6 +101,11 @@ class LastOutputs:
             if isinstance(each, L.LightningModule):
                 self._logs[path] = each.log
                 changes.write([(vars(each), "log", partial(self._log, path))])
+
+    @property
+    def alone(self) -> bool:
+        """True if no processes but those of both ends need to run steps like the latest one."""
+        return not self._inner.lasting
 
     def training(self, precision: Precision, in_wrapper: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs ``training_step`` for a whole batch."""
@@ -133,9 +138,9 @@ class LastOutputs:
             )
         before = _State.capture(self._modules.values()) if self._engine.layout.last_here else None
         self._calls, result = [], None
-        self._inner.begin()
         try:
             with self._engine.outputs_at_last() as self._step:
+                self._inner.begin(self._step)
                 with suppress(OutputElsewhere):
                     result = step()
                 self._inner.end()

@@ -173,12 +173,10 @@ class PipelinedModule:
     def shared(self) -> set[int]:
         """Return the ids of parameters around the stages that code of any process may use.
 
-        Those that stages have, too, and those of a module whose forward calls layers one by one, in
-        which parameters may be used between them; and those of recurrent modules, which hold on to
-        the objects that are their weights.
+        Those that stages have, too; and those of recurrent modules, which hold on to the objects
+        that are their weights.
         """
-        modules = [x.frontend.owner for x in self.modules if not x.frontend.takes_batch]
-        modules += [x for x in self._root.modules() if isinstance(x, nn.RNNBase)]
+        modules = [x for x in self._root.modules() if isinstance(x, nn.RNNBase)]
         used = [parameter for module in modules for parameter in module.parameters()]
         return set(map(id, [*used, *(p for x in self.pipeline.layouts for p in x.everywhere)]))
 
@@ -186,14 +184,12 @@ class PipelinedModule:
     def inner(self) -> Collection[int]:
         """The places of the processes that need not run the user's steps, but know their calls.
 
-        They have neither the first stage nor the last. An nn.Sequential runs the same for each
-        call, and its rows are divided without their values.
+        They have neither the first stage nor the last, and rows are divided without their values.
         """
-        [piped, *others], pipeline = self.modules, self.pipeline
         rows = type(self._settings.microbatching) in (type(None), Rows)
-        if others or not (piped.frontend.takes_batch and rows) or self._settings.verify is True:
+        if len(self.modules) > 1 or not rows or self._settings.verify is True:
             return frozenset()
-        return {*pipeline.layout.owners} - self.ends
+        return {*self.pipeline.layout.owners} - self.ends
 
     @property
     def run_by_ends(self) -> bool:
@@ -203,8 +199,7 @@ class PipelinedModule:
     @property
     def ends(self) -> set[int]:
         """The places of the processes of the first and the last stage."""
-        layout = self.pipeline.layout
-        return {layout.owner_of(0), layout.owner_of(layout.n - 1)}
+        return self.pipeline.layout.ends
 
     def norms_around(self) -> dict[str, _BatchNorm]:
         """Return the batch norms around the stages by their paths."""

@@ -7,6 +7,7 @@ or gathered is so over replicas, each process with those that have its place in 
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -97,6 +98,7 @@ class Replicas:
         self._buffers_of: nn.Module | None = None  # the module, if it has no wrapper
         self._synchronised = True  # whether the last step averaged gradients
         self._together: SameParameters | None = None
+        self._parts: GradientsAround | None = None
         self._shares: Shares | None = None  # if replicas have shares of anything
         self._shards: OptimizerShards | None = None
         self._waits = 0  # in steps, so far
@@ -320,7 +322,11 @@ class Replicas:
         if self._together is not None:
             self._together.begin()
 
-    def after_backward(self, *, called: bool) -> bool:
+    def at_ends(self) -> list[nn.Parameter]:
+        """Return the parameters around that only processes of the first and last stage have."""
+        return [] if self._parts is None else self._parts.at_ends
+
+    def after_backward(self, *, called: bool, alone: bool) -> bool:
         """Give the processes of a pipeline the same gradients of what each of them has.
 
         Returns:
@@ -329,7 +335,9 @@ class Replicas:
         """
         if self._together is None or not self._averages_now:
             return False
-        dropped = self._together.equalise(called=called)
+        dropped = self._together.equalise(called=called, alone=alone)
+        if dropped:
+            gc.collect()  # graphs hold parameters, and may be in a cycle of objects with an error
         for parameter in dropped:
             parameter.grad = None
             forget_values(parameter)
@@ -369,6 +377,7 @@ class Replicas:
                     alone=pipelined.run_by_ends,
                     shares=self._shares if self._divides_gradients else None,
                 )
+            self._parts = parts
             self._together = SameParameters(group, around, precision, parts, everyone)
         if processes.groups is None:
             return
@@ -402,7 +411,7 @@ class Replicas:
         self._pipeline = self._averages = self._buffers_of = None
         if self._together is not None:
             self._together.release()
-            self._together = None
+            self._together = self._parts = None
         self.world_size_calls.release()
         self._changes.undo()
 

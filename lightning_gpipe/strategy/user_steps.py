@@ -74,6 +74,11 @@ class UserSteps:
         return self._last is None or self._last.called
 
     @property
+    def alone(self) -> bool:
+        """True if no processes but those of both ends need to run steps like the latest one."""
+        return self._last is None or self._last.alone
+
+    @property
     def verifies(self) -> bool:
         """True if the next training step is verified, for which all processes run it."""
         return self._by_micro_batch is not None and self._by_micro_batch.verifies

@@ -18,12 +18,14 @@ The facade uses a front-end in this order::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import nn
 
+from lightning_gpipe.core.faithful import NOTHING, Manager
 from lightning_gpipe.core.frontends.install import InstalledForward, own_forward_of
 from lightning_gpipe.core.layout import Layout, Partition
 from lightning_gpipe.core.programs import Program
@@ -86,9 +88,11 @@ class Frontend(ABC):
     Attributes:
         takes_batch: Whether the layers get the batch as the user made it, and no values of a
             forward: any way to split batches serves them.
+        variables: The context variables that it sets while a program runs.
     """
 
     takes_batch = False
+    variables: Collection[ContextVar[Any]] = ()
 
     def __init__(self, model: nn.Module, path: str = "") -> None:
         self._model = model
@@ -105,6 +109,15 @@ class Frontend(ABC):
     def own(self) -> Sequence[nn.Parameter]:
         """The parameters of the module that no layer has."""
         return []
+
+    @property
+    def program(self) -> Program | None:
+        """The program of all calls; None if it depends on the call."""
+        return None
+
+    def running(self) -> Manager:
+        """A ``with`` block in which the program of a call may run."""
+        return NOTHING
 
     def call(self, run: RunProgram, /, *args: Any, **kwargs: Any) -> Any:
         """Call the user's model, in which this was installed.

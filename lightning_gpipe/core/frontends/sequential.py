@@ -73,6 +73,11 @@ class Layers(Frontend):
         self._program = chain(zip(x.layers, x.titles, strict=True) for x in partitions)
         return partitions
 
+    @property
+    @override
+    def program(self) -> Program:
+        return self._program
+
     @override
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
         # For :meth:`_check_same`.

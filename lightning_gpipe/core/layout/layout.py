@@ -118,6 +118,11 @@ class Layout:
         return self.owner_of(self.n - 1) == self.rank
 
     @property
+    def ends(self) -> set[int]:
+        """The owners of the first and the last stage."""
+        return {self.owner_of(0), self.owner_of(self.n - 1)}
+
+    @property
     def n(self) -> int:
         return len(self.placement)
 

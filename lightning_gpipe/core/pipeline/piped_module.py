@@ -28,8 +28,8 @@ from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.profile import change_tensors, walk_program
 from lightning_gpipe.core.programs import Program
 
-# Called with a piped module, its program and the values of its inputs.
-Check = Callable[["PipedModule", Program, Sequence[Any]], None]
+# Called with a piped module, its program, the values of its inputs, and the number of chunks.
+Check = Callable[["PipedModule", Program, Sequence[Any], int | None], None]
 
 
 class PipedModule:
@@ -139,6 +139,11 @@ class PipedModule:
             "records as without a pipeline."
         )
 
+    def run_told(self, program: Program, values: Sequence[Any], *, chunks: int | None) -> None:
+        """Run a program of which another process told this one, without the user's code."""
+        with self.frontend.running():
+            self._run_program(program, values, chunks=chunks)
+
     def _run_program(
         self, program: Program, values: Sequence[Any], *, chunks: int | None = None
     ) -> list[Any]:
@@ -152,7 +157,7 @@ class PipedModule:
                     return walk_program(pipeline.stages, program, values)
         self.runs += 1
         if self.check is not None:
-            self.check(self, program, values)
+            self.check(self, program, values, chunks)
         return pipeline.run_program(
             program, values, chunks=chunks, stacked=self.frontend.takes_batch
         )

@@ -235,7 +235,9 @@ class Pipeline:
         refuse_unsupported_modes()
         [piece] = self.microbatching.split(batch, 1)
         receiver = term_receiver.get()
-        output, terms = code.call(_flatten(program)(piece), program, terms=receiver is not None)
+        inputs, at_last = _flatten(program)(piece), self.engine.at_last
+        told = at_last is not None and at_last.told
+        output, terms = code.call(inputs, program, terms=receiver is not None, told=told)
         self._hand_out(terms, receiver)
         return output
 

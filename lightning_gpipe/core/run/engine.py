@@ -56,6 +56,7 @@ from lightning_gpipe.core.schedules import (
 from lightning_gpipe.core.transport import (
     BETWEEN,
     NO_RUN,
+    TOLD,
     Exchange,
     Label,
     OutOfStep,
@@ -260,7 +261,7 @@ class Engine:
 
     @property
     def _label(self) -> Label:
-        at_last = int(self.at_last is not None)
+        at_last = 0 if self.at_last is None else TOLD if self.at_last.told else 1
         return Label(minibatch=self._transport.begun, step=self.step, at_last=at_last)
 
     def _observe(self, timeline: Timeline) -> None:
@@ -295,6 +296,8 @@ class Engine:
         if not layout.spread:
             with self.undisturbed:
                 return compute()
+        if self.at_last is not None:
+            self.at_last.before_answer()
         with self.telling():
             code = self.code
             if code is not None and code.exchange is not None:  # which is open while it runs

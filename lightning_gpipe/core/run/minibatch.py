@@ -23,14 +23,14 @@ from lightning_gpipe.core.faithful import (
     SharedGenerators,
     ThreadState,
 )
-from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.programs import Program, Route
 from lightning_gpipe.core.run.agreement import NO_GENERATORS, SharedErrors
 from lightning_gpipe.core.run.backward.sums import Gradients, sum_gradients
 from lightning_gpipe.core.run.caller import Caller, Sent, devices_of
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
 from lightning_gpipe.core.schedules import Action, Schedule, successor
-from lightning_gpipe.core.transport import Exchange, Label
+from lightning_gpipe.core.transport import TOLD, Exchange, Label
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
 
@@ -62,6 +62,7 @@ class MiniBatch(MiniBatchRun):
         self._input_devices: list[FlatTree] = []
         self.caller = Caller(program, terms=terms)
         self._terms = terms
+        self._told = label.at_last == TOLD
         self._entering = False  # whether an input requires a gradient
         self._examined = False  # whether to look for what is rare, and takes time to find
         self._written = True  # whether autograd writes the gradients of all leaves
@@ -155,7 +156,8 @@ class MiniBatch(MiniBatchRun):
         self.begin_timeline()
         self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         sent = (self.caller.input(i, x) for i, x in enumerate(microbatches))
-        self._run_workers(exchange, chain.from_iterable(sent), context)
+        send = exchange.send_as_told if self._told else exchange.send
+        self._run_workers(exchange, chain.from_iterable(sent), context, send)
         outputs = []
         if self.agreement.gets_outputs:
             outputs = [self.caller.output(exchange, i) for i in range(len(microbatches))]
@@ -214,7 +216,7 @@ class MiniBatch(MiniBatchRun):
         if not self.agreement.gets_outputs:
             output_gradients = ()
         sent = (caller.output_gradient(i, leaves) for i, leaves in enumerate(output_gradients))
-        self._run_workers(exchange, chain.from_iterable(sent), context)
+        self._run_workers(exchange, chain.from_iterable(sent), context, exchange.send)
         end = exchange.phase.last_result
         if self._entering and self.agreement.gets_gradients:
             input_gradients = [caller.input_gradient(exchange, x, i) for i, x in enumerate(devices)]
@@ -233,10 +235,16 @@ class MiniBatch(MiniBatchRun):
         own = self.schedule.last_backwards
         return list(map(successor, own if self._entering else own[-1:]))
 
-    def _run_workers(self, exchange: Exchange, sent: Iterable[Sent], context: Context) -> None:
+    def _run_workers(
+        self,
+        exchange: Exchange,
+        sent: Iterable[Sent],
+        context: Context,
+        send: Callable[[Action, FlatTree, Route | None], None],
+    ) -> None:
         """Send the caller's messages to the workers, and run these in ``context``."""
         for action, value, route in sent:
-            exchange.send(action, value, route)
+            send(action, value, route)
         tasks = self.tasks(exchange, context)
         state = ThreadState.capture()
         try:

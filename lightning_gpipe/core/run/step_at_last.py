@@ -3,11 +3,14 @@
 All processes run the caller's code up to its call of the pipeline, on the same values. There it
 goes on in the process of the last stage, and ends in the others. These get a zero whose backward
 runs that of their stages, for a loss whose value they are told.
+
+Those between the first stage and the last may be told of a call and not run the code. Then the
+process of the first stage sends them what their stages need of the caller's values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +40,8 @@ class StepAtLast:
         here: Whether the code goes on after its call.
         kinds: The kinds of the caller's actions in this process, with a loss for each micro-batch.
         called: Whether the code has called the pipeline.
+        told: Whether other processes than those of both ends are told of its present call.
+        before_answer: Called before processes compute something together.
         zero: A zero whose backward runs that of the stages here, once the code has ended.
     """
 
@@ -44,8 +49,10 @@ class StepAtLast:
         self.here = layout.last_here
         here = {Kind.PREPARE: True, Kind.LOSS: self.here, Kind.BACKWARD: layout.first_here}
         self.kinds = frozenset(kind for kind, is_here in here.items() if is_here)
-        self.called = False
+        self.called = self.told = False
+        self.before_answer: Callable[[], None] = lambda: None
         self.zero: Tensor | None = None
+        self._first_here = layout.first_here
         self._outputs: list[Tensor] = []
 
     def begin_call(self) -> None:
@@ -73,10 +80,21 @@ class StepAtLast:
             return attached
         if torch.is_grad_enabled():
             zero = FlatTree([torch.zeros((), requires_grad=True)])
-            [[self.zero]] = (flat.leaves for flat in attach(minibatch, inputs, [zero]))
+            # Their gradients go elsewhere, and the graph behind them would keep parameters.
+            own = inputs if self._first_here else [_apart(x) for x in inputs]
+            [[self.zero]] = (flat.leaves for flat in attach(minibatch, own, [zero]))
         raise OutputElsewhere
 
     def leads_to(self, loss: Tensor) -> bool:
         """Return whether backward from a loss goes through the pipeline."""
         nodes = {output.grad_fn for output in self._outputs}
         return not nodes.isdisjoint(graph_behind([root_of(loss)])[1])
+
+
+def _apart(inputs: FlatTree) -> FlatTree:
+    """Return leaves of the same kind without a graph behind them."""
+    leaves = [
+        x.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x
+        for x in inputs.leaves
+    ]
+    return FlatTree(leaves, inputs.spec)

@@ -53,6 +53,9 @@ BETWEEN = -1  # the phase of an exchange between two mini-batches
 NO_RUN = -2  # the phase of a step of the caller that has run no mini-batch
 
 
+TOLD = 2  # processes between the first stage and the last are told of a call of the caller's code
+
+
 class Label(NamedTuple):
     """A phase of a mini-batch and its mode, the same in all processes.
 
@@ -70,7 +73,7 @@ class Label(NamedTuple):
     training: int = 0
     program: int = 0  # a checksum of the calls that the stages run
     state: int = 0  # a checksum of the states of the random generators
-    at_last: int = 0  # 1 if only the process of the last stage gets the outputs
+    at_last: int = 0  # not 0 if only the process of the last stage gets the outputs; or TOLD
 
 
 class Exchange(ABC):
@@ -88,6 +91,13 @@ class Exchange(ABC):
     @abstractmethod
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
         """Send the value that ``to`` needs from the neighbouring stage or a skip connection."""
+
+    def send_as_told(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
+        """Send an input of the caller, which has none in processes that do not run its code.
+
+        The caller in the process of the first stage sends theirs.
+        """
+        self.send(to, value, skip)
 
     def send_to_all(self, to: Action, value: FlatTree, route: Route) -> None:
         """Send a value to the callers of all processes, whichever of them get the results."""

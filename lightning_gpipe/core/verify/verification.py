@@ -103,7 +103,7 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
     """
     parities: dict[PipedModule, Parity] = {}
 
-    def check(piped: PipedModule, program: Program, values: Sequence[Any]) -> None:
+    def check(piped: PipedModule, program: Program, values: Sequence[Any], *_: Any) -> None:
         # Its program was recorded from a forward, which one process cannot run.
         if not (piped.frontend.takes_batch or piped.pipeline.layout.spread):
             call.record(piped, program)
@@ -256,7 +256,9 @@ class FirstBatchVerifier:
         elif not self._sample:  # a call without them
             self._done.difference_update(new)
 
-    def _before_run(self, piped: PipedModule, program: Program, values: Sequence[Any]) -> None:
+    def _before_run(
+        self, piped: PipedModule, program: Program, values: Sequence[Any], *_: Any
+    ) -> None:
         if piped not in self._done and _trains(piped.module):
             self._done.add(piped)
             self._on_result(verify_run(piped, program, values))

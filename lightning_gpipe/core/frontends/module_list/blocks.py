@@ -20,7 +20,7 @@ from torch import nn
 from lightning_gpipe.core.faithful import Manager, not_compiled, setting
 
 # Whether blocks run when they are called: in stages, where the caller's context variables hold.
-_RUNNING = ContextVar("_RUNNING", default=False)
+RUNNING = ContextVar("RUNNING", default=False)
 
 _FLAGS = frozenset({bool, str, type(None)})
 
@@ -30,7 +30,7 @@ Receiver = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 def running() -> Manager:
     """Let blocks run when they are called, for the duration of a ``with`` block."""
-    return setting(_RUNNING.get, _RUNNING.set, True)
+    return setting(RUNNING.get, RUNNING.set, True)
 
 
 class Block:
@@ -89,7 +89,7 @@ class Block:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _RUNNING.get():
+        if RUNNING.get():
             return self.run(*args, **kwargs)
         return self._receive(self.k, args, kwargs)
 

@@ -24,9 +24,15 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_gpipe.core.balance import parameter_costs
+from lightning_gpipe.core.faithful import Manager
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import OwnerForward, second_pipeline
-from lightning_gpipe.core.frontends.module_list.blocks import Block, is_installed
+from lightning_gpipe.core.frontends.module_list.blocks import (
+    RUNNING,
+    Block,
+    is_installed,
+    running,
+)
 from lightning_gpipe.core.frontends.module_list.forwards import BlockCalls
 from lightning_gpipe.core.layout import Partition, check_balance, check_distinct, partitions_of
 
@@ -41,6 +47,8 @@ class Loop(Frontend):
     Raises:
         TypeError, ValueError: If the blocks cannot be cut.
     """
+
+    variables = (RUNNING,)
 
     def __init__(self, model: nn.Module, path: str) -> None:
         super().__init__(model)
@@ -102,6 +110,10 @@ class Loop(Frontend):
         ]
         for forward in self._forwards:
             forward.install()
+
+    @override
+    def running(self) -> Manager:
+        return running()
 
     @override
     def remove(self) -> None:

@@ -33,12 +33,12 @@ def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
     program = _program(recording, wanted, n)
     inputs = (recording.inputs[number] for number in program.inputs)
     arguments = [tensor if reading else whole(tensor) for tensor, reading in inputs]
+    recording.remember()  # even if the outputs are for another process, and the code ends here
     # A checkpoint around the last block would run it again in backward, outside of its pipeline.
     with without_checkpointing(), running():
         values = run(program, arguments, chunks=1 if recording.samples.single else None)
     names = {number: recording.tape.steps[number].name for number in wanted}
     rows, single = recording.rows, recording.samples.single
-    recording.remember()
     recording.end("The pipeline of these blocks has run, without this value.")
     for (number, placeholder), value in zip(wanted.items(), values, strict=True):
         merged = value if single else _restore(value, placeholder.leaf, rows, names[number])

@@ -95,7 +95,7 @@ class LoopRecording:
         return [x for ref in self._placeholders if (x := ref()) is not None]
 
     def remember(self) -> None:
-        """Let later forwards follow the tape, now that all of it has run."""
+        """Let later forwards follow the tape, now that it is complete."""
         if self.tape.reusable:
             record(self._history.tapes, self._first_kind, self.tape, _TAPES)
 
@@ -115,6 +115,7 @@ class LoopRecording:
         self._use(Tape())
         self.outsides.clear()
         self.samples.clear()
+        self.inputs.clear()  # in a cycle of objects they would outlive it
 
     def follow(
         self, run: Any, kind: Hashable, line: str, arguments: tuple[Any, Any]

@@ -12,7 +12,7 @@ which takes milliseconds for a hundred layers; later, attributes and buffers tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import Context, ContextVar
 from operator import is_
 from typing import Any
@@ -32,10 +32,18 @@ _Slots = tuple[str, Mapping[str, Any]]  # the name of a module, and its attribut
 
 
 class ValuesOnLayers:
-    """Compares what the caller's code leaves to the layers of some stages before its call."""
+    """Compares what the caller's code leaves to the layers of some stages before its call.
 
-    def __init__(self, partitions: Sequence[Partition]) -> None:
+    Args:
+        partitions: Their partitions.
+        variables: Context variables that are no part of the caller's code.
+    """
+
+    def __init__(
+        self, partitions: Sequence[Partition], variables: Collection[ContextVar[Any]] = ()
+    ) -> None:
         self._partitions = partitions
+        self._others = {term_receiver, *variables}
         self._searches = 0
         self._before: dict[str, list[Any]] = {}
         self._slots: list[_Slots] = []  # of all modules, once they are not searched
@@ -84,7 +92,7 @@ class ValuesOnLayers:
     @property
     def left(self) -> list[str]:
         """The names of what the code has left to layers, since the first mini-batch."""
-        variables = self._variables - {term_receiver}
+        variables = self._variables - self._others
         return [*self._places, *(f"context variable {x.name}" for x in variables)]
 
     def at_end(self, i: int) -> None:

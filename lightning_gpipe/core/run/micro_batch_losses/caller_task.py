@@ -81,8 +81,9 @@ class CallerTask(RowTask):
             self._exchange.send(action._replace(j=j), FlatTree([]))
         self._input_devices[i] = devices_of(call.inputs)
         self._callers[i] = Caller(call.program, terms=call.terms)
+        send = self._exchange.send_as_told if call.told else self._exchange.send
         for to, value, route in self._callers[i].input(i, call.inputs):
-            self._exchange.send(to, value, route)
+            send(to, value, route)
         if not self._goes_on:
             self._code.leave(i)
 

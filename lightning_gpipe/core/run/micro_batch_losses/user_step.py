@@ -75,12 +75,14 @@ class Call(NamedTuple):
         program: The program of the stages.
         terms: Whether the code collects loss terms.
         variables: Its context variables, in which the stages run.
+        told: Whether processes between the first stage and the last were told of it.
     """
 
     inputs: FlatTree
     program: Program
     terms: bool
     variables: contextvars.Context
+    told: bool
 
     def alike(self, other: Call) -> bool:
         """Return whether stages run the same for another call."""
@@ -148,7 +150,9 @@ class UserStep:
         i = self.running
         return i is not None and self._coroutines[i].current
 
-    def call(self, inputs: FlatTree, program: Program, *, terms: bool = False) -> Presented:
+    def call(
+        self, inputs: FlatTree, program: Program, *, terms: bool = False, told: bool = False
+    ) -> Presented:
         """Call the pipeline from this code.
 
         Returns:
@@ -164,7 +168,7 @@ class UserStep:
             )
         self._check_state()
         self._called.add(i)
-        call = Call(inputs, program, terms, contextvars.copy_context())
+        call = Call(inputs, program, terms, contextvars.copy_context(), told)
         presented: Presented = self._coroutines[i].suspend(call)
         outputs, handed_out = presented
         return outputs, [self.losses.weighted(i, term) for term in handed_out]

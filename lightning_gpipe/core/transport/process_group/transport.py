@@ -98,6 +98,15 @@ class ProcessGroupExchange(LocalExchange):
             self._send_result(to, value, skip)
 
     @override
+    def send_as_told(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
+        layout = self._layout
+        owner = layout.owner_of(to.j)
+        if owner in layout.ends:
+            self.send(to, value, skip)
+        elif layout.first_here:
+            self._post(owner, to, value, skip)
+
+    @override
     def send_to_all(self, to: Action, value: FlatTree, route: Route) -> None:
         self._send_result(to, value, route)
 
