@@ -239,7 +239,7 @@ class GPipeStrategy(ParallelStrategy):
         self._signals = Signals(self._processes)
         self._changes = Journal()  # of the user's modules and callbacks, until teardown
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
-        self._averages = Averages(self._checkpoints.module_state)
+        self._averages = Averages(self._checkpoints.module_state, self._checkpoints.in_parts)
         self._random_states = RandomStates(self._processes)
         self._measured_balances = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()

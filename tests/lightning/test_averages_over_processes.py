@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,11 @@ def fit(
     epochs: int,
     resumed: Path | None = None,
     outputs: str = "all",
+    balance: Sequence[int] = (2, 4),
 ) -> Any:
     """A fit, with checkpoints of each epoch, and the metrics and weights at its end."""
     torch.manual_seed(0)
-    model = normed()
+    model = normed() if balance[1] > 1 else Classifier()
     saved = ModelCheckpoint(root, "{epoch}", save_top_k=-1)
     options: dict[str, Any] = {
         "callbacks": [AVERAGES[name](), saved],
@@ -69,7 +71,8 @@ def fit(
     if processes == "plain":
         made = trainer(root, **options)
     else:
-        made = trainer_over(root, processes, [2, 4], {"chunks": 1, "outputs": outputs}, **options)
+        strategy = {"chunks": 1, "outputs": outputs}
+        made = trainer_over(root, processes, list(balance), strategy, **options)
     made.fit(model, datamodule=Data(), ckpt_path=resumed)
     made.save_checkpoint(root / "end.ckpt")
     metrics = {k: float(x) for k, x in made.callback_metrics.items()}
@@ -96,3 +99,15 @@ def test_fit_and_resumed_fit(tmp_path: Path, two_ranks: Pool, name: str, outputs
     close(
         checkpoint(again / "end.ckpt")["state_dict"], checkpoint(plain / "end.ckpt")["state_dict"]
     )
+
+
+def test_average_if_a_stage_has_no_parameters(tmp_path: Path, two_ranks: Pool) -> None:
+    """Once the process that has all parameters saved without the other one, which waited for it."""
+    plain, both = tmp_path / "plain", tmp_path / "both"
+    with torch.random.fork_rng(devices=[]):
+        fit(plain, "plain", "equal", 1, balance=(5, 1))
+
+    two_ranks.run(fit, both, "per_stage", "equal", 1, None, "all", (5, 1))
+
+    one, other = (checkpoint(run / "end.ckpt")["state_dict"] for run in (both, plain))
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)

@@ -39,10 +39,13 @@ class Averages:
 
     Args:
         whole_state: Returns the state dict of a model with the values of all processes.
+        in_parts: Returns whether there are several, although this one may have all parameters.
     """
 
-    def __init__(self, whole_state: Callable[[nn.Module], dict[str, Any]]) -> None:
-        self._whole_state = whole_state
+    def __init__(
+        self, whole_state: Callable[[nn.Module], dict[str, Any]], in_parts: Callable[[], bool]
+    ) -> None:
+        self._whole_state, self._in_parts = whole_state, in_parts
         self._callbacks: list[StochasticWeightAveraging | WeightAveraging] = []
         self._to_move: list[StochasticWeightAveraging | WeightAveraging] = []
         self._epoch = -1
@@ -86,7 +89,7 @@ class Averages:
             chosen = callback not in self._to_move
             with replaceable(*averaged.modules()):
                 _move_beside((one, other) for one, other in pairs if other.is_meta or not chosen)
-            if on_meta(model) and isinstance(copy, AveragedModel):
+            if self._in_parts() and isinstance(copy, AveragedModel):
                 vars(copy)["state_dict"] = partial(self._state_of, copy)
 
     def _state_of(self, copy: AveragedModel) -> dict[str, Any]:
