@@ -94,7 +94,6 @@ class Counting(Everything):
 class Looping(Counting):
     def __init__(self) -> None:
         super().__init__(Loop())
-        self.enter, self.leave = nn.Sequential(), nn.Sequential()  # blocks draw
 
 
 class Tracing(Counting):
@@ -107,7 +106,6 @@ class Wide(Counting):
 
     def __init__(self) -> None:
         super().__init__(Loop(8))
-        self.enter, self.leave = nn.Sequential(), nn.Sequential()
 
 
 class Scaling(Tracing):

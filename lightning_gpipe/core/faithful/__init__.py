@@ -31,7 +31,10 @@ from lightning_gpipe.core.faithful.parameter_leaves import (
 )
 from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
 from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
-from lightning_gpipe.core.faithful.random.private_generators import default_generator
+from lightning_gpipe.core.faithful.random.private_generators import (
+    default_generator,
+    drawing_by_default,
+)
 from lightning_gpipe.core.faithful.random.random_state import (
     LIBRARIES,
     ForeignGenerator,
@@ -100,6 +103,7 @@ __all__ = [
     "add_note",
     "check_batch_norms",
     "default_generator",
+    "drawing_by_default",
     "has_hooks",
     "has_memory",
     "has_proxy",

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.managers import Manager
 
 
@@ -28,6 +29,12 @@ def default_generator(device: torch.device) -> Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+def drawing_by_default() -> Manager:
+    """A ``with`` block in which operators draw from the default generators in any case."""
+    modes = [x for x in _get_current_dispatch_mode_stack() if isinstance(x, _RedirectedDraws)]
+    return Journal().changed([(vars(mode), "_redirects", False) for mode in modes])
 
 
 class PrivateGenerators:
@@ -73,6 +80,7 @@ class _RedirectedDraws(TorchDispatchMode):
         self._seed = seed
         self._private = private
         self._generators: dict[torch.device, Generator] = {}
+        self._redirects = True
 
     def __torch_dispatch__(
         self,
@@ -82,6 +90,8 @@ class _RedirectedDraws(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not self._redirects:
+            return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             return func(*map(self._redirected, args), **kwargs)
         tagged = _may_draw(func)

@@ -18,6 +18,7 @@ from lightning_gpipe.core.faithful import (
     Journal,
     LazyManagers,
     Manager,
+    drawing_by_default,
     preserved,
 )
 from lightning_gpipe.core.frontends.module_list.blocks import running
@@ -44,6 +45,7 @@ def without_effects(modules: Iterable[nn.Module], device: torch.device) -> Manag
         ]
         copies = {p: _on(p, device) for _, _, p in elsewhere}
         yield Journal().changed([(slots, name, copies[p]) for slots, name, p in elsewhere])
+        yield drawing_by_default()  # whose states are restored, in this process alone
         yield running()
         yield torch.no_grad()
         # Warnings, and loss terms, come again when the pipeline runs.
