@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 
 class Shares:
-    """Divides whole parameters among replicas, so that each has about as many elements.
+    """Divides whole parameters among replicas, so that each has about as many on each device.
 
     Args:
         group: The replicas.
@@ -27,7 +27,8 @@ class Shares:
     def __init__(self, group: ProcessGroup, around: Iterable[Tensor] = ()) -> None:
         self.group = group
         self._owner_of: dict[Tensor, int] = {}
-        self._sizes = [0] * group.size()  # in elements
+        self._totals = [0] * group.size()  # in elements
+        self._on_device: dict[torch.device, list[int]] = {}  # of these
         self._kept_on: dict[Tensor, torch.device] = {}
         self.add(around)
 
@@ -35,9 +36,11 @@ class Shares:
         """Divide those parameters that are new, the largest first, each into the smallest share."""
         new = [x for x in dict.fromkeys(parameters) if x not in self._owner_of and not x.is_meta]
         for parameter in sorted(new, key=torch.numel, reverse=True):
-            owner = min(range(len(self._sizes)), key=self._sizes.__getitem__)
+            sizes = self._on_device.setdefault(parameter.device, [0] * len(self._totals))
+            owner = min(range(len(sizes)), key=lambda k: (sizes[k], self._totals[k]))
             self._owner_of[parameter] = owner
-            self._sizes[owner] += parameter.numel()
+            for each in (sizes, self._totals):
+                each[owner] += parameter.numel()
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
         """Divide parameters of which only the owner keeps the values; all replicas have them now.

@@ -102,6 +102,7 @@ class Replicas:
         self._shares: Shares | None = None  # if replicas have shares of anything
         self._shards: OptimizerShards | None = None
         self._waits = 0  # in steps, so far
+        self._evaluations = 0  # the same
         self._accumulates = False  # whether another backward comes before the optimizer's step
         self._changes = Journal()  # of torch.distributed and torchmetrics
         self.world_size_calls = WorldSizeCalls()
@@ -299,7 +300,11 @@ class Replicas:
 
     def in_evaluation(self) -> AbstractContextManager[None]:
         """A ``with`` block in which a step may wait for parameters of the other replicas."""
-        return self.in_step() if self._divides_parameters else nullcontext()
+        if self._across is None or not self._divides_parameters:
+            return nullcontext()
+        self._evaluations += 1
+        number, ranks = self._evaluations, self._everyone.ranks
+        return OWN.within("evaluations", number, ranks, "an evaluation step of all replicas")
 
     def synchronise(self, piped: PipelinedModule) -> None:
         """Let batch norms normalise by the rows of all replicas, if the Trainer asks for it.
@@ -381,7 +386,7 @@ class Replicas:
             self._together = SameParameters(group, around, precision, parts, everyone)
         if processes.groups is None:
             return
-        self._waits = 0
+        self._waits = self._evaluations = 0
         self._changes = Journal()  # a new one: a fork abandons those that exist
         if not processes.replicated:  # what is logged is the same in all processes
             warnings.filterwarnings(

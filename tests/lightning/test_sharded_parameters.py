@@ -7,8 +7,11 @@ Drawn fits, resumed ones and bytes are in `test_sharded_gradients.py` and
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.faithful import Shadows
@@ -28,7 +31,8 @@ from lightning_gpipe.core.run.host.visiting_weights import VisitingWeights
 from lightning_gpipe.distributed.replica_weights import ReplicaWeights
 from tests.lightning.test_replicas import Halves, Logging, result
 from tests.support.lightning_modules import Classifier, rows
-from tests.support.ranks import Pool
+from tests.support.processes import said
+from tests.support.ranks import Pool, new_ranks
 from tests.support.trainers import trainer_over
 
 pytestmark = [
@@ -339,3 +343,56 @@ def test_what_is_refused(
 def test_impossible_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPipeStrategy([2, 4], replicas=2, sharding="parameters", **arguments)
+
+
+# A replica that is lost, or ends its epoch before the others.
+
+
+class Dying(Classifier):
+    """Its second replica is killed in the backward of a step, when the other gathers weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        strategy: Any = self.trainer.strategy
+        if batch_idx == 1 and strategy.data_parallel_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+
+class Longer(Halves):
+    """More batches in the first replica."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        strategy: Any = self.trainer.strategy
+        return Stream([3, 2][strategy.data_parallel_rank])
+
+
+class Stream(IterableDataset[Any]):
+    """Batches whose number the Trainer does not know."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(DataLoader(rows(12, seed=1), batch_size=4))[: self._number])
+
+
+def ended(root: Path, build: Callable[[], Any], data: type[Halves]) -> str:
+    strategy = {"replicas": 2, "sharding": "parameters", "lost_after": timedelta(seconds=3)}
+    made = trainer_over(root, "single", [1] * 6, strategy, (4, 1), max_epochs=1)
+    return said(lambda: made.fit(build(), datamodule=data(2)))
+
+
+def test_replica_that_is_lost_in_a_step(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        error, _ = ranks.outcomes(ended, tmp_path, Dying, Halves)
+
+    assert str(error).startswith("RankFailed | rank 1 ")
+
+
+def test_replica_with_fewer_batches(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        errors = [str(x) for x in ranks.outcomes(ended, tmp_path, Classifier, Longer)]
+
+    assert any("a step of all replicas" in error for error in errors), errors
