@@ -50,11 +50,10 @@ def _worse(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 def _middle(target: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float]:
     """The quartiles of a figure; one without varies as the other does, if that has them."""
-    found, varied = target["found"], other["found"]
-    exact = varied * (1 - _EXACT), varied * (1 + _EXACT)
-    low, high = target.get("quartiles") or (
-        found * each / varied for each in other.get("quartiles", exact)
-    )
+    found, factors = target["found"], (1 - _EXACT, 1 + _EXACT)
+    if "quartiles" in other and other["found"]:
+        factors = tuple(each / other["found"] for each in other["quartiles"])
+    low, high = target.get("quartiles") or [found * factor for factor in factors]
     return low, high
 
 

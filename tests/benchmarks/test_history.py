@@ -35,6 +35,8 @@ def report(found: float | None, bound: str, quartiles: list[float] | None = None
         (report(1.0, "at most 2"), report(0.98, "at most 2"), False),  # counted
         (report(1.1, "at most 2"), report(1.0, "at most 2"), True),
         (report(1.1, ""), report(1.0, ""), False),  # for information
+        (report(0.0, "at most 0"), report(0.0, "at most 0"), False),
+        (report(2.0, "at most 0"), report(0.0, "at most 0"), True),
         # Saved before reports had quartiles.
         (report(1.0, "at most 1.1", [0.9, 1.1]), report(0.95, "at most 1.1"), False),
         (report(1.0, "at most 1.1", [0.9, 1.1]), report(0.8, "at most 1.1"), True),
