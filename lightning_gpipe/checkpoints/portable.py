@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_gpipe.core.data import identity, map_tensors
+from lightning_gpipe.core.data import from_whole, identity, map_tensors
 from lightning_gpipe.core.frontends import on_meta
 
 
@@ -52,6 +53,7 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) 
     Meta tensors cannot be copied into: the loaded tensors replace them, cast to their dtype. Tied
     parameters stay tied.
     """
+    state = divided_as_in(module, state)
     if not on_meta(module):
         module.load_state_dict(state, strict=strict)
         return
@@ -70,7 +72,25 @@ def load_into_stages(module: nn.Module, state: Mapping[str, Tensor], *, strict: 
     """Load a state dict into a module some of whose parameters are in other processes, on meta."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")  # for meta parameters
-        module.load_state_dict(state, strict=strict)
+        module.load_state_dict(divided_as_in(module, state), strict=strict)
+
+
+def divided_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict with shards of the tensors of which a module has shards."""
+    own = {name: x for name, x in module.state_dict().items() if isinstance(x, DTensor)}
+    shards = {name: from_whole(state[name], x) for name, x in own.items() if name in state}
+    return {**state, **shards} if shards else state
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state dict, with shards of the states of parameters that are shards."""
+    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+    divided = {k: x for k, x in enumerate(parameters) if isinstance(x, DTensor)}
+    states = dict(state["state"])
+    for key in states:
+        if (like := divided.get(int(key) if str(key).isdecimal() else key)) is not None:
+            states[key] = map_tensors(partial(from_whole, like=like), states[key])
+    optimizer.load_state_dict({**state, "state": states})
 
 
 def _slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[dict[str, Any], str]]]:

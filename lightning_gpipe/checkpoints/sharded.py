@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_gpipe.checkpoints.atomic_file import on_this_machine
+from lightning_gpipe.checkpoints.portable import divided_as_in, load_optimizer_state
 
 _REST = "meta.pt"
 _MODEL = "model"
@@ -158,7 +159,7 @@ def load_model(folder: str, module: nn.Module, *, strict: bool) -> None:
             )
     needed = {x for x, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
     values = _read(folder, metadata, [key for key, path in paths.items() if path[1] in needed])
-    module.load_state_dict(values.get(_MODEL, {}), strict=False)
+    module.load_state_dict(divided_as_in(module, values.get(_MODEL, {})), strict=False)
 
 
 def load_optimizer(folder: str, k: int, optimizer: Optimizer) -> None:
@@ -172,7 +173,7 @@ def load_optimizer(folder: str, k: int, optimizer: Optimizer) -> None:
         if path[0] == name and not (path[1] == "state" and {*path[2:3]} & elsewhere)
     ]
     state = _read(folder, metadata, keys)[name]
-    optimizer.load_state_dict({"state": state.get("state", {}), **state})
+    load_optimizer_state(optimizer, {"state": state.get("state", {}), **state})
 
 
 class _Closed:

@@ -15,6 +15,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
 from typing import Any
@@ -53,7 +54,7 @@ def plan_command(arguments: Sequence[str]) -> int:
         if options.plot is not None:
             check_can_draw()
         with redirect_stdout(sys.stderr):  # for what the user's code prints
-            plan = _plan(others, places, operations, options)
+            plan, shards = _plan(others, places, operations, options)
     except NoPlan as error:
         print(f"{error}", file=sys.stderr)
         if options.json:
@@ -66,9 +67,15 @@ def plan_command(arguments: Sequence[str]) -> int:
         print("\n".join([f"{type(error).__name__}: {error}", *notes]), file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps(plan.as_dict()))
+        print(json.dumps({**plan.as_dict(), "tensor_parallel": shards}))
     else:
         show_plan(plan)
+        if shards > 1:
+            print(
+                f"tensor_parallel={shards}: a device above stands for {shards}, among which "
+                "parallelize_module divides a stage evenly. What these send one another is not "
+                "predicted, nor what is not divided."
+            )
     if options.plot is not None:
         plan_picture(plan.prediction).savefig(options.plot)
     return 0
@@ -83,6 +90,7 @@ class _Planning(CPUAccelerator):
 
     def __init__(self, places: list[Place], operations: float | None, options: Namespace) -> None:
         self.plan: Plan | None = None
+        self.shards = 1  # of each stage
         self._places, self._operations, self._options = places, operations, options
 
     @override
@@ -96,10 +104,11 @@ class _Planning(CPUAccelerator):
                 f"a plan is for one pipeline: got {len(modules)}, "
                 f"{', '.join(each.name for each in modules)}. Give module= one path."
             )
+        places = _together(self._places, self.shards)
         measuring = LayerMeasurement(
             modules,
             partial(entries_in, module, trainer, modules),
-            [torch.device(self._options.measure_on)] * len(self._places),
+            [torch.device(self._options.measure_on)] * len(places),
             microbatching=strategy.options.microbatching,
             optimizer=optimizers_of(module, trainer),
             split=True,
@@ -113,7 +122,7 @@ class _Planning(CPUAccelerator):
         options, settings = self._options, strategy.options
         self.plan = plan_measured(
             measuring,
-            self._places,
+            places,
             Requested(
                 "auto" if options.chunks is None else options.chunks,
                 "auto",
@@ -132,14 +141,18 @@ class _Planning(CPUAccelerator):
 
 def _plan(
     others: Sequence[str], places: list[Place], operations: float | None, options: Namespace
-) -> Plan:
-    """Run a fit until there is a plan."""
+) -> tuple[Plan, int]:
+    """Run a fit until there is a plan; returns also the number of shards of each stage."""
     planning = _Planning(places, operations, options)
 
     class Planner(LightningCLI):
         @override
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
             strategy = _pipelined(self._get(self.config_init, "trainer")["strategy"])
+            if isinstance(strategy, GPipeStrategy) and strategy.options.tensor_parallel > 1:
+                planning.shards = strategy.options.tensor_parallel
+                # Whole layers are measured.
+                strategy = GPipeStrategy(**{**vars(strategy.options), "tensor_parallel": 1})
             return super().instantiate_trainer(
                 **kwargs, accelerator=planning, devices=1, strategy=strategy
             )
@@ -153,7 +166,26 @@ def _plan(
             "the line above says. Write --config config.yaml, as for python -m lightning_gpipe fit."
         ) from error
     assert planning.plan is not None, "the strategy was set up"
-    return planning.plan
+    return planning.plan, planning.shards
+
+
+def _together(places: Sequence[Place], shards: int) -> list[Place]:
+    """Return so many neighbouring devices each as one, as slow as the slowest of them."""
+    if len(places) % shards:
+        raise ValueError(
+            f"--devices must be a multiple of tensor_parallel: got {len(places)} devices for "
+            f"stages of {shards}."
+        )
+    groups = [places[k : k + shards] for k in range(0, len(places), shards)]
+    return [
+        replace(
+            group[0],
+            speed=shards * min(place.speed for place in group),
+            memory=shards * min(place.memory for place in group),
+            host_speed=shards * group[0].host_speed,
+        )
+        for group in groups
+    ]
 
 
 def _pipelined(configured: Strategy | str) -> Strategy | str:

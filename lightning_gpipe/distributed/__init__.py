@@ -24,6 +24,7 @@ from lightning_gpipe.distributed.gathering import (
     own_state,
     whole_optimizer_state,
     whole_state,
+    without_shards,
 )
 from lightning_gpipe.distributed.gradient_averages import GradientAverages, own_parameters
 from lightning_gpipe.distributed.gradients import SameParameters, gradient_norms
@@ -89,4 +90,5 @@ __all__ = [
     "versions",
     "whole_optimizer_state",
     "whole_state",
+    "without_shards",
 ]

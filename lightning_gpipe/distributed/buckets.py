@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_gpipe.core.data import from_shard, shard_of
 from lightning_gpipe.core.transport import is_broken_connection
 from lightning_gpipe.distributed.group import FAILURE_TIMEOUT, Watcher
 from lightning_gpipe.distributed.shares import Shares
@@ -48,7 +49,7 @@ class Bucket(NamedTuple):
         return flat, dist.broadcast(flat.values, group=group, group_src=self.owner, async_op=True)
 
     def _memory(self) -> Flat:
-        sizes = [p.numel() for p in self.parameters]
+        sizes = [shard_of(p).numel() for p in self.parameters]
         values = torch.empty(sum(sizes), dtype=self.parameters[0].dtype, device=self.device)
         pieces = zip(self.parameters, values.split(sizes), strict=True)
         return Flat(values, [_as(parameter, piece) for parameter, piece in pieces])
@@ -91,7 +92,7 @@ def buckets_of(
             bucket, size = Bucket([], owner, device), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
-        open_of[key] = bucket, size + parameter.numel() * parameter.element_size()
+        open_of[key] = bucket, size + shard_of(parameter).nbytes
     return buckets
 
 
@@ -107,5 +108,6 @@ def wait_for(works: Iterable[Any], watcher: Watcher) -> None:
 
 def _as(parameter: nn.Parameter, piece: Tensor) -> Tensor:
     """Return a part of a bucket in the shape of a parameter, and dense in the order of its dims."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return piece.as_strided(parameter.shape, strides, piece.storage_offset())
+    shard = torch.empty_like(shard_of(parameter), device="meta")
+    part = piece.as_strided(shard.shape, shard.stride(), piece.storage_offset())
+    return from_shard(part, parameter)

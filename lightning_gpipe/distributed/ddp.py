@@ -20,8 +20,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in the stub
     ProcessGroup,
     _broadcast_coalesced,
 )
-from torch.distributed.utils import _sync_module_states
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gpipe.core.data import shard_of
 
 _OWN = {"self", "module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}
 _BUCKET = 250 * 2**20  # bytes that are sent at a time, as DistributedDataParallel does
@@ -114,14 +116,17 @@ def replicated(
         del module._ddp_params_and_buffers_to_ignore
 
 
-def equalise(module: nn.Module, group: ProcessGroup) -> None:
-    """Give all replicas the values of the first."""
-    _sync_module_states(module, group, _BUCKET, 0, _names(module, _is_meta), True)
+def equalise(module: nn.Module, group: ProcessGroup, *, shards: bool = True) -> None:
+    """Give all replicas the values of the first, or all processes of a stage what is no shard."""
+    tensors = [x.detach() for x in chain(module.parameters(), module.buffers()) if not x.is_meta]
+    same = [shard_of(x) for x in tensors if shards or not isinstance(x, DTensor)]
+    if same:
+        _broadcast_coalesced(group, same, _BUCKET, 0)
 
 
 def equalise_buffers(module: nn.Module, group: ProcessGroup) -> None:
     """Give all replicas the buffers of the first, as the wrapper does before a forward."""
-    buffers = [buffer.detach() for buffer in module.buffers() if not buffer.is_meta]
+    buffers = [shard_of(buffer.detach()) for buffer in module.buffers() if not buffer.is_meta]
     if buffers:
         _broadcast_coalesced(group, buffers, _BUCKET, 0)
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_gpipe.core.data import map_tensors, whole_of
 from lightning_gpipe.distributed.group import Group
+
+T = TypeVar("T")
 
 
 def whole_state(
@@ -33,7 +37,7 @@ def whole_state(
         kept: The names of the values that this process alone keeps, if it is in another replica
             than the first, which has what is not divided.
     """
-    parts = group.gather(own_state(module, group, elsewhere, kept))
+    parts = group.gather(own_state(module, group, elsewhere, kept, whole=True))
     state: dict[str, Any] = module.state_dict() if parts else {}
     for part in parts:
         state.update(part)
@@ -45,9 +49,16 @@ def own_state(
     group: Group,
     elsewhere: Collection[str],
     kept: Collection[str] | None = None,
+    *,
+    whole: bool = False,
 ) -> dict[str, Any]:
-    """Return the part of a module's state dict that this process saves, see :func:`whole_state`."""
+    """Return the part of a module's state dict that this process saves, see :func:`whole_state`.
+
+    ``whole``: with the whole tensors of which the processes of a stage have shards.
+    """
     state: dict[str, Any] = module.state_dict()
+    if whole:
+        state = without_shards(state)
     missing, part = _parts(state, group, elsewhere)
     if kept is not None:
         part = {name: part[name] for name in part if name in kept}
@@ -62,7 +73,7 @@ def whole_optimizer_state(
     optimizer: Optimizer, state: Mapping[str, Any], group: Group, place: int
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with the states of all processes; empty but in the first."""
-    own = state["state"]
+    own = without_shards(state["state"])
     parts = group.gather({k: own[k] for k in own_optimizer_keys(optimizer, own, group, place)})
     if not parts:
         return {}
@@ -85,6 +96,18 @@ def own_optimizer_keys(
     missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
     first = [key for key in own if key not in missing] if place == 0 else []
     return first + [k for k in missing if k in own and not parameters[k].is_meta]
+
+
+def without_shards(values: T) -> T:
+    """Return values with whole tensors for DTensors; all processes of a stage call this."""
+    found: T = map_tensors(_whole, values)
+    return found
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a DTensor on the CPU, one after another; else the tensor."""
+    divided = isinstance(tensor, DTensor) and not tensor.is_meta
+    return whole_of(tensor).cpu() if divided else tensor
 
 
 def _parts(

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
+from lightning_gpipe.core.data import shard_of
 from lightning_gpipe.core.faithful import has_hooks, has_memory
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import GradientHome, GradientTransfer
@@ -76,7 +77,7 @@ def own_parameters(
             parameter
             for parameter in layout.partitions[j].parameters
             if (parameter.requires_grad or frozen)
-            and has_memory(parameter)
+            and has_memory(shard_of(parameter))
             and users[id(parameter)] == {j}
         ]
         for j in layout.stages_here

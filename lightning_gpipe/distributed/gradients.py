@@ -6,8 +6,9 @@ are those of one process: a norm is made of the norms of the single parameters, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_gpipe.core.data import shard_of, whole_of
 from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.distributed.gradients_around import GradientsAround
 from lightning_gpipe.distributed.group import Group
@@ -34,6 +36,8 @@ class SameParameters:
             of the code that it runs; None if each has all of them.
         everyone: The processes that have gradients of different parameters, if these are not those
             of the group.
+        replica: Those that have gradients of other parameters, or of other shards of the same, if
+            these are not those of the group.
     """
 
     def __init__(
@@ -43,8 +47,10 @@ class SameParameters:
         plugin: Precision,
         parts: GradientsAround | None = None,
         everyone: Group | None = None,
+        replica: Group | None = None,
     ) -> None:
         self._group = group
+        self._deciding = everyone or replica or group
         self._parts = parts
         self._everyone = everyone or group
         self._around = around
@@ -52,8 +58,10 @@ class SameParameters:
         self._plugin = plugin
         self._changes = Journal()
         for parameter in around:
-            group.overwrite(parameter)
+            group.overwrite(shard_of(parameter))
         self._changes.write([(vars(plugin), "clip_grad_by_norm", self._clip)])
+        if replica is not None and replica is not group:  # there are shards of parameters
+            self._changes.write([(vars(plugin), "clip_grad_by_value", self._clip_by_value)])
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             self._scaler = plugin.scaler
             self._unscale_here = plugin.scaler._unscale_grads_
@@ -72,7 +80,7 @@ class SameParameters:
         """
         if self._parts is not None:
             return self._parts.add_up(called=called, alone=alone)
-        gradients = [p.grad for p in self._around if p.grad is not None]
+        gradients = [shard_of(p.grad) for p in self._around if p.grad is not None]
         for dtype in dict.fromkeys(each.dtype for each in gradients):
             self._overwrite([each for each in gradients if each.dtype == dtype])
         return []
@@ -109,12 +117,18 @@ class SameParameters:
         dtype = reduce(torch.promote_types, [x.dtype for x in parameters] or [torch.float32])
         norms = [norm for norm in self.norms(parameters) if norm is not None]
         total = torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype))
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
+        torch.nn.utils.clip_grads_with_norm_(_shards(parameters), clip_val, total)
 
-    def _unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        parameters = _shards(self._plugin.main_params(optimizer))
+        torch.nn.utils.clip_grad_value_(parameters, clip_val)
+
+    def _unscale(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         """Find infinities in the gradients of all processes."""
-        infinite_on = self._unscale_here(*args, **kwargs)
-        infinite = self._everyone.decide(any(map(bool, infinite_on.values())), all=False)
+        shards = [{"params": _shards(each["params"])} for each in optimizer.param_groups]
+        stand_in: Any = SimpleNamespace(param_groups=shards)  # all that is read of an optimizer
+        infinite_on = self._unscale_here(stand_in, *args, **kwargs)
+        infinite = self._deciding.decide(any(map(bool, infinite_on.values())), all=False)
         if not infinite_on:  # a process may have no parameters
             assert self._scaler._scale is not None, "a loss was scaled"
             device = self._scaler._scale.device
@@ -127,4 +141,19 @@ class SameParameters:
 def gradient_norms(parameters: Sequence[nn.Parameter], norm_type: float) -> list[float | None]:
     """Return the norm of each parameter's gradient here; None where there is none."""
     grads = (parameter.grad for parameter in parameters)
-    return [None if x is None else float(torch.linalg.vector_norm(x, norm_type)) for x in grads]
+    norms = (None if x is None else torch.linalg.vector_norm(x, norm_type) for x in grads)
+    return [None if norm is None else float(whole_of(norm)) for norm in norms]
+
+
+def _shards(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return leaves with the shards of parameters and of their gradients, in the same memory.
+
+    PyTorch cannot clip or unscale DTensors together with other tensors.
+    """
+    leaves = []
+    for parameter in parameters:
+        leaf = shard_of(parameter)
+        if leaf is not parameter and parameter.grad is not None:
+            leaf.grad = shard_of(parameter.grad)
+        leaves.append(leaf)
+    return leaves

@@ -9,6 +9,12 @@ devices each, and two replicas::
               | replica 0       | replica 1
     single    | rank 0          | rank 1
               | stages 0 and 1  | stages 0 and 1
+
+With tensor parallelism a stage has several neighbouring ranks, each of which is in a pipeline of
+its own, with a shard of the layers. So one replica on four devices is two pipelines of two ranks::
+
+    per_stage, | rank 0   rank 2 | stages 0 and 1, shard 0
+    two shards | rank 1   rank 3 | stages 0 and 1, shard 1
 """
 
 from __future__ import annotations
@@ -18,16 +24,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
     _resolve_process_group,
 )
 
+from lightning_gpipe.core.layout import TENSOR_PARALLEL
 from lightning_gpipe.core.transport import Lifeline, abort_group
 from lightning_gpipe.distributed.comparison import check_same
 from lightning_gpipe.distributed.group import Group, Watcher
@@ -42,10 +51,11 @@ class Arrangement:
 
     Args:
         mode: The kind of processes of a pipeline.
-        replicas: The number of pipelines.
+        replicas: The number of replicas, each a pipeline.
         nodes: The number of machines.
         devices: The number of devices of each.
         last_first: Whether the first process of a pipeline has its last stage.
+        tensor_parallel: The number of processes of a stage, each in a pipeline of its replica.
 
     Raises:
         ValueError: If they do not divide.
@@ -56,10 +66,13 @@ class Arrangement:
     nodes: int
     devices: int
     last_first: bool = False
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         got = f"replicas={self.replicas}, Trainer(devices={self.devices}, num_nodes={self.nodes})"
-        if self.mode == "per_stage" and self.nodes * self.devices % self.replicas:
+        if self.tensor_parallel > 1:
+            got = f"tensor_parallel={self.tensor_parallel}, {got}"
+        if self.mode == "per_stage" and self.nodes * self.devices % self.pipelines:
             raise ValueError(
                 "the devices of all machines must divide into equal pipelines: got "
                 f"processes='per_stage', {got}, {self.nodes * self.devices} devices."
@@ -92,15 +105,20 @@ class Arrangement:
         return self.nodes * self.on_each_node
 
     @property
-    def in_each_pipeline(self) -> int:
-        """The number of processes of a pipeline."""
-        return self.world_size // self.replicas
+    def pipelines(self) -> int:
+        """The number of pipelines of all replicas."""
+        return self.replicas * self.tensor_parallel
 
     @property
-    def ranks(self) -> list[list[int]]:
-        """The ranks of the processes of each pipeline."""
-        size = self.in_each_pipeline
-        return [list(range(k * size, (k + 1) * size)) for k in range(self.replicas)]
+    def in_each_pipeline(self) -> int:
+        """The number of processes of a pipeline."""
+        return self.world_size // self.pipelines
+
+    @property
+    def ranks(self) -> Tensor:
+        """The ranks by their replica, their place in a pipeline, and their shard."""
+        shape = self.replicas, self.in_each_pipeline, self.tensor_parallel
+        return torch.arange(self.world_size).view(shape)
 
     @property
     def owners(self) -> list[int] | None:
@@ -117,16 +135,18 @@ class Arrangement:
         return places[::-1] if self.last_first else places
 
     def replica_of(self, rank: int) -> int:
-        """Return the number of the pipeline of a process."""
-        return rank // self.in_each_pipeline
+        """Return the number of the replica of a process."""
+        return rank * self.replicas // self.world_size
 
     def of_process(self, devices: Sequence[T], local_rank: int) -> Sequence[T]:
         """Return the devices of a process among those of its machine."""
         return _part(devices, local_rank, self.on_each_node)
 
-    def of_replica(self, devices: Sequence[T], replica: int) -> Sequence[T]:
-        """Return the devices of a pipeline, one for each worker, given those of a machine."""
-        own = _part([*devices] * self.nodes, replica, self.replicas)
+    def of_pipeline(self, devices: Sequence[T], rank: int) -> Sequence[T]:
+        """Return the devices of a process's pipeline, one for each worker, given a machine's."""
+        of_replica = _part([*devices] * self.nodes, self.replica_of(rank), self.replicas)
+        shards = self.tensor_parallel
+        own = of_replica[rank % shards :: shards]
         parts = (_part(own, place, self.in_each_pipeline) for place in self._places)
         return [device for part in parts for device in part]
 
@@ -143,12 +163,14 @@ class ProcessGroups:
 
     Attributes:
         everyone: All processes.
+        replica: The processes of this replica, which have the same batches; None if it has one.
         pipeline: The processes of this pipeline; None if it has one.
-        across: The processes with this one's place in all pipelines, for tensors on its device.
+        across: The processes with this one's place in all replicas, for tensors on its device.
         along: The processes of this pipeline, for tensors on its device.
+        stage: The processes of this one's stage in its replica, each with a shard of it.
         reductions: Those of ``across``, for gradients that leave while others use that group; None
-            if there is one pipeline.
-        mesh: All processes, a row for each pipeline.
+            if there is one replica.
+        mesh: All processes, by replica, place in a pipeline, and shard.
         of_norms: As ``across``, for moments of batch norms: one for each worker of this process and
             one for what is around the stages; none if each replica has its own moments.
         of_weights: As ``across``, for weights that replicas have divided: one for each worker of
@@ -157,9 +179,11 @@ class ProcessGroups:
     """
 
     everyone: Group
+    replica: Group | None
     pipeline: Group | None
     across: ProcessGroup
     along: ProcessGroup
+    stage: ProcessGroup
     reductions: ProcessGroup | None
     mesh: DeviceMesh
     of_norms: Sequence[ProcessGroup]
@@ -169,7 +193,8 @@ class ProcessGroups:
     @property
     def host_groups(self) -> list[Group]:
         """The Gloo groups, for host tensors, each once."""
-        return list({id(x): x for x in (self.everyone, self.pipeline) if x is not None}.values())
+        groups = self.everyone, self.replica, self.pipeline
+        return list({id(x): x for x in groups if x is not None}.values())
 
     def watch(self, watcher: Watcher) -> None:
         """End waits that are in vain, with an error of ``watcher`` that names the failed process.
@@ -200,8 +225,9 @@ class ProcessGroups:
         self._abort_device_groups()
 
     def _abort_device_groups(self) -> None:
+        _stage_group.cache_clear()
         of_workers = *self.of_norms, *self.of_weights
-        for group in (self.across, self.along, self.reductions, *of_workers):
+        for group in (self.across, self.along, self.stage, self.reductions, *of_workers):
             if group is not None and group.size() > 1 and group is not dist.group.WORLD:
                 abort_group(group)
 
@@ -227,30 +253,38 @@ def connect(
         synchronised: Whether batch norms normalise by the rows of all replicas.
         divided: Whether replicas divide weights.
     """
-    rows = arrangement.ranks
+    ranks = arrangement.ranks
+    rows: list[list[int]] = ranks.transpose(1, 2).flatten(0, 1).tolist()
+    columns: list[list[int]] = ranks.flatten(1).T.tolist()
     everyone = Group(timeout)
     check_same(everyone, facts)
-    pipeline: Group | None = everyone
-    if arrangement.in_each_pipeline == 1:
-        pipeline = None
-    elif arrangement.replicas > 1:
-        pipeline = Group(timeout, rows)
-    columns = [list(column) for column in zip(*rows, strict=True)]
+    replica = _host_group(ranks.flatten(1).tolist(), timeout, everyone)
+    pipeline = Group(timeout, rows) if arrangement.tensor_parallel > 1 else replica
     across = _own_group(columns, timeout)
     # It has the same processes as the process group of all, and only the user's code uses either.
     shared = dist.group.WORLD if pipeline is everyone else None
     along = shared or _own_group(rows, timeout)
+    assert dist.group.WORLD is not None, "it is initialised"
+    stage = _stage_group(dist.group.WORLD, tuple(map(tuple, ranks.flatten(0, 1).tolist())))
     reductions = _own_group(columns, timeout) if arrangement.replicas > 1 else None
-    names = ("data_parallel", "pipeline_parallel")
-    mesh = DeviceMesh.from_group(
-        [across, along], device_type, torch.tensor(rows), mesh_dim_names=names
-    )
+    names = ("data_parallel", "pipeline_parallel", TENSOR_PARALLEL)
+    mesh = DeviceMesh.from_group([across, along, stage], device_type, ranks, mesh_dim_names=names)
     workers = arrangement.devices // arrangement.on_each_node
     of_norms = [_own_group(columns, timeout) for _ in range(synchronised * (workers + 1))]
     of_weights = [_own_group(columns, timeout) for _ in range(divided * workers)]
     lifeline = Lifeline(lost_after)
     groups = ProcessGroups(
-        everyone, pipeline, across, along, reductions, mesh, of_norms, of_weights, lifeline
+        everyone,
+        replica,
+        pipeline,
+        across,
+        along,
+        stage,
+        reductions,
+        mesh,
+        of_norms,
+        of_weights,
+        lifeline,
     )
     groups.watch(groups.lifeline)
     made = [group.process_group for group in groups.host_groups]
@@ -265,6 +299,25 @@ def _destroy(names: Iterable[Any]) -> None:
     for name in names:
         with suppress(RuntimeError, ValueError):  # it has been destroyed
             dist.destroy_process_group(_resolve_process_group(name))
+
+
+@cache
+def _stage_group(world: ProcessGroup, stages: tuple[tuple[int, ...], ...]) -> ProcessGroup:
+    """Return the group of this process's stage, the same one for all Trainers of the process.
+
+    DTensor's caches keep the meshes of the first operations for all that are equal to them, those
+    of later Trainers, and so their groups.
+    """
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in stages])
+    assert group is not None, "each process is in one of them"
+    return group
+
+
+def _host_group(ranks: list[list[int]], timeout: timedelta, everyone: Group) -> Group | None:
+    """Return the group of these ranks that this process is in; None if it would be alone."""
+    if len(ranks[0]) == 1:
+        return None
+    return everyone if len(ranks) == 1 else Group(timeout, ranks)
 
 
 def _own_group(ranks: Sequence[list[int]], timeout: timedelta) -> ProcessGroup:

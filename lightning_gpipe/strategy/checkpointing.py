@@ -20,6 +20,7 @@ from lightning_gpipe.checkpoints import (
     load_into_stages,
     load_model,
     load_optimizer,
+    load_optimizer_state,
     load_rest,
     load_state,
     make_room,
@@ -34,6 +35,7 @@ from lightning_gpipe.distributed import (
     own_state,
     whole_optimizer_state,
     whole_state,
+    without_shards,
 )
 from lightning_gpipe.strategy.processes import Processes
 
@@ -82,6 +84,9 @@ class Checkpoints:
         group = processes.value_group
         if group is None:
             return module.state_dict()
+        if self._processes.shard and not self._sharded:
+            without_shards(module.state_dict())  # for the first process of the stage
+            return {}
         state_of = own_state if self._sharded else whole_state
         return state_of(module, group, processes.elsewhere, processes.kept_values)
 
@@ -91,6 +96,9 @@ class Checkpoints:
         if not saves and processes.options.sharding is None:
             return {}
         group, place = processes.optimizer_group, processes.place_in_pipeline
+        if processes.shard and not self._sharded:
+            without_shards(state["state"])
+            return {}
         if not self._sharded:
             return state if group is None else whole_optimizer_state(optimizer, state, group, place)
         if group is None:
@@ -132,6 +140,9 @@ class Checkpoints:
         if group is None:
             save_parts(folder, whole, None, first=True)
             return
+        if processes.options.tensor_parallel > 1:  # each process of a stage has a part, too
+            group = processes.replica_group
+        assert group is not None, "a pipeline of several processes is in a replica of several"
         with group.waiting_for("a part of a checkpoint"):
             save_parts(folder, whole, group.process_group, first=first)
 
@@ -182,7 +193,7 @@ class Checkpoints:
             if self._folder is not None:
                 load_optimizer(self._folder, k, optimizer)
             else:
-                optimizer.load_state_dict(state)  # puts each state on its parameter's device
+                load_optimizer_state(optimizer, state)  # on the devices of its parameters
                 drop_foreign_states(optimizer)
 
     def release(self) -> None:

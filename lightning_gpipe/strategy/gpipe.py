@@ -175,6 +175,9 @@ class GPipeStrategy(ParallelStrategy):
         replicas: The number of pipelines that train together, each on its part of the batches, over
             equally many devices; DistributedDataParallel averages their gradients. With
             ``processes="single"`` each is a process.
+        tensor_parallel: The number of devices of each stage, each with a process, among which you
+            divide its layers in ``configure_model``, by PyTorch's ``parallelize_module`` with
+            ``self.device_mesh["tensor_parallel"]``. Only with ``processes="per_stage"``.
         ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
         sharding: What is divided among replicas, of which each has whole copies otherwise:
             ``"optimizer"`` for the states of the optimizers, ``"gradients"`` for these and the
@@ -224,6 +227,7 @@ class GPipeStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
         replicas: int = 1,
+        tensor_parallel: int = 1,
         ddp: dict[str, Any] | None = None,
         sharding: Literal["optimizer", "gradients", "parameters"] | None = None,
         save_distributed_checkpoint: bool = False,
@@ -384,7 +388,10 @@ class GPipeStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The processes, in the dimensions ``data_parallel`` and ``pipeline_parallel``, or None."""
+        """The processes, by replica, place in a pipeline and shard of a stage; None for one.
+
+        The dimensions are ``data_parallel``, ``pipeline_parallel`` and ``tensor_parallel``.
+        """
         return None if self._processes.groups is None else self._processes.groups.mesh
 
     @property
@@ -467,6 +474,7 @@ class GPipeStrategy(ParallelStrategy):
             rich.print(piped.pipeline.listing())
         self.model_to_device()
         self._checkpoints.load_part(module)
+        self._replicas.equalise_stage(module)
         if self.is_distributed:
             self._wrap()
             self._replicas.divide_parameters(module, piped)
@@ -519,7 +527,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         self._random_states.process_dataloader(dataloader, self._root.trainer)
-        group = self.pipeline_group
+        group = self._processes.replica_group
         if group is None:
             return dataloader
         refuse_world_size(dataloader, self.world_size, self.data_parallel_size)
@@ -535,7 +543,8 @@ class GPipeStrategy(ParallelStrategy):
         data = trainer.datamodule  # type: ignore[attr-defined]  # a connector sets it
         if not piped.inner or steps.verifies or has_batch_hooks(self._root, data):
             return None
-        return piped.ends
+        shards = self.options.tensor_parallel
+        return {place * shards + k for place in piped.ends for k in range(shards)}
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -66,6 +66,7 @@ class StrategyOptions:
     process_group_backend: str | None
     start_method: StartMethod
     replicas: int
+    tensor_parallel: int
     ddp: dict[str, Any] | None
     sharding: Sharding | None
     save_distributed_checkpoint: bool
@@ -177,6 +178,7 @@ class StrategyOptions:
             )
         if self.divides_parameters:
             self._check_divided()
+        self._check_tensor_parallel()
         if self.outputs == "last" and self.processes == "single":
             raise ValueError(
                 "outputs='last' is for a pipeline of several processes: got processes='single'. "
@@ -200,6 +202,36 @@ class StrategyOptions:
                 "sharding='parameters' lets weights come and go, which compiled layers do not "
                 f"expect: got compile={self.compile!r}. Leave it out, or write "
                 "sharding='gradients'."
+            )
+
+    def _check_tensor_parallel(self) -> None:
+        shards = self.tensor_parallel
+        if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+            raise ValueError(f"tensor_parallel must be a positive integer: got {shards!r}.")
+        if shards > 1 and self.processes != "per_stage":
+            raise ValueError(
+                "tensor_parallel divides each stage among several processes with a device each: "
+                f"got tensor_parallel={shards} with processes={self.processes!r}. Write "
+                "processes='per_stage'."
+            )
+        others = {
+            f"sharding={self.sharding!r}": self.sharding is not None,
+            "outputs='last'": self.outputs == "last",
+            "weights='host'": self.weights == "host",
+        }
+        refused = [name for name, is_so in others.items() if is_so]
+        if shards > 1 and refused:
+            raise ValueError(
+                f"tensor_parallel={shards} is for weights that each replica has as a whole, on "
+                f"devices, and for outputs that all its processes get: got {', '.join(refused)}. "
+                "Leave them out, or write tensor_parallel=1."
+            )
+        measured = self.requested(1, self.schedule).planned
+        measured += [f"balance={x!r}" for x in self.balances if x in ("time", "memory")]
+        if shards > 1 and measured:
+            raise ValueError(
+                f"tensor_parallel={shards} has layers of which no process can measure its shard "
+                f"alone: got {', '.join(measured)}. Write values for them, or balance='parameters'."
             )
 
     def _check_schedule(self) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.checkpoints import MeasuredBalances
@@ -170,6 +171,10 @@ class PipelinedModule:
         }
         return [p for p in self._root.parameters() if id(p) in shared or id(p) not in inside]
 
+    def divided(self) -> list[nn.Parameter]:
+        """Return the parameters here of which each process of a stage has a shard."""
+        return [p for p in self._root.parameters() if isinstance(p, DTensor) and not p.is_meta]
+
     def shared(self) -> set[int]:
         """Return the ids of parameters around the stages that code of any process may use.
 
@@ -268,6 +273,10 @@ class PipelinedModule:
             paths = [*(piped.path for piped in self.modules), *others]
             lines[-1] += (
                 f"; not piped: {', '.join(map(repr, others))} (module={paths} pipes them too)"
+            )
+        if (shards := self._settings.tensor_parallel) > 1:
+            lines.append(
+                f"Each stage is divided among {shards} devices, of which these have a shard"
             )
         if self.pipeline.plan is not None:
             lines.append(f"GPipe's plan is {self.pipeline.plan}")

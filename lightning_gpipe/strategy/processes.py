@@ -104,12 +104,13 @@ class Processes:
         """True if only the process of the last stage, which is the first one, gets the outputs."""
         if self.options.outputs != "auto":
             return self.options.outputs == "last"
-        return self._arrangement().in_each_pipeline > _ALL
+        return self.options.tensor_parallel == 1 and self._arrangement().in_each_pipeline > _ALL
 
     @property
     def folded(self) -> bool:
         """True if the stages go down the devices of the pipeline and back."""
-        return self.options.folded(self._nodes * len(self.devices) // self.options.replicas)
+        workers = self._nodes * len(self.devices) // self._arrangement().pipelines
+        return self.options.folded(workers)
 
     @property
     def arrangement(self) -> Arrangement:
@@ -118,7 +119,14 @@ class Processes:
 
     def _arrangement(self, *, last_first: bool = False) -> Arrangement:
         options, devices = self.options, len(self.devices)
-        return Arrangement(options.processes, options.replicas, self._nodes, devices, last_first)
+        return Arrangement(
+            options.processes,
+            options.replicas,
+            self._nodes,
+            devices,
+            last_first,
+            options.tensor_parallel,
+        )
 
     def place(
         self, devices: list[torch.device], nodes: int, environment: ClusterEnvironment | None
@@ -143,7 +151,7 @@ class Processes:
 
     @property
     def replica(self) -> int:
-        """The number of this process's pipeline among all pipelines."""
+        """The number of this process's replica."""
         return self.arrangement.replica_of(self.global_rank)
 
     @property
@@ -152,13 +160,18 @@ class Processes:
         return 0 if self.pipeline_group is None else self.pipeline_group.rank
 
     @property
+    def shard(self) -> int:
+        """The number of this process among those of its stage."""
+        return self.global_rank % self.options.tensor_parallel
+
+    @property
     def own_devices(self) -> list[torch.device]:
         return list(self.arrangement.of_process(self.devices, self.local_rank))
 
     @property
     def workers(self) -> list[torch.device]:
         """The device of each worker of this process's pipeline, on all machines."""
-        return list(self.arrangement.of_replica(self.devices, self.replica))
+        return list(self.arrangement.of_pipeline(self.devices, self.global_rank))
 
     # Starting and connecting them.
 
@@ -240,10 +253,10 @@ class Processes:
                 synchronised=synchronised,
                 divided=options.divides_parameters,
             )
-        pipeline = self.groups.pipeline
-        if pipeline is not None:
+        replica = self.groups.replica
+        if replica is not None:
             state = RandomState.capture()
-            state._replace(states=pipeline.broadcast(state.states)).restore()
+            state._replace(states=replica.broadcast(state.states)).restore()
 
     def check_same(self, module: nn.Module) -> None:
         if self.groups is not None:
@@ -265,6 +278,14 @@ class Processes:
     def watch(self, engine: Engine) -> None:
         if self.groups is not None:
             self.groups.watch(engine)
+            if self.options.tensor_parallel > 1:
+                engine.explain(self._cause_of)
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Return the failure in another process that an error of the network comes of, or this."""
+        if self.groups is None or not is_broken_connection(error):
+            return error
+        return self.groups.lifeline.failure(_BROKEN) or error
 
     def tell(self, error: BaseException) -> None:
         """Tell the other processes of an error; note in it if one of them had failed before.
@@ -293,10 +314,9 @@ class Processes:
         Raises:
             RankFailed, OutOfStep: The failure of another process that it comes of.
         """
-        if self.groups is not None and is_broken_connection(error):
-            failure = self.groups.lifeline.failure(_BROKEN)
-            if failure is not None:
-                raise failure from error
+        cause = self._cause_of(error)
+        if cause is not error:
+            raise cause from error
 
     def leave(self) -> None:
         if self.groups is not None:
@@ -309,6 +329,11 @@ class Processes:
     def pipeline_group(self) -> Group | None:
         """The processes of this pipeline, once they are connected, if it has several."""
         return None if self.groups is None else self.groups.pipeline
+
+    @property
+    def replica_group(self) -> Group | None:
+        """The processes of this replica, once they are connected, if it has several."""
+        return None if self.groups is None else self.groups.replica
 
     @property
     def optimizer_group(self) -> Group | None:

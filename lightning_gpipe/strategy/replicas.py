@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_gpipe.core.data import divided_like
 from lightning_gpipe.core.faithful import (
     NOTHING,
     Attributes,
@@ -87,7 +88,9 @@ class Replicas:
     def __init__(self, processes: Processes, ddp: Mapping[str, Any] | None) -> None:
         self._divides_gradients = processes.options.divides_gradients
         self._divides_parameters = processes.options.divides_parameters
-        check_options(ddp, processes.options.replicas, wraps=not self._divides_gradients)
+        # DistributedDataParallel takes no DTensors.
+        self._wraps = not self._divides_gradients and processes.options.tensor_parallel == 1
+        check_options(ddp, processes.options.replicas, wraps=self._wraps)
         self._processes = processes
         self._ddp = dict(ddp or {})
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
@@ -101,6 +104,7 @@ class Replicas:
         self._parts: GradientsAround | None = None
         self._shares: Shares | None = None  # if replicas have shares of anything
         self._shards: OptimizerShards | None = None
+        self._divided: list[nn.Parameter] = []  # among the processes of a stage
         self._waits = 0  # in steps, so far
         self._evaluations = 0  # the same
         self._accumulates = False  # whether another backward comes before the optimizer's step
@@ -177,8 +181,8 @@ class Replicas:
         alone = list(around) if self._processes.at_last else []  # see SameParameters
         early, pipeline = self._early, self._pipeline
         stages = own_parameters(module, pipeline.layout) if early and pipeline is not None else None
-        if self._divides_gradients:
-            self._divide_gradients(module, stages or {}, alone)
+        if not self._wraps:
+            self._average_all(module, stages or {}, alone)
             return module
         if stages is None:
             return replicated(module, across, self._ddp, alone) or module
@@ -189,25 +193,30 @@ class Replicas:
         self._buffers_of = module if wrapper is None and self._averages is not None else None
         return wrapper or module
 
-    def _divide_gradients(
+    def _average_all(
         self,
         module: nn.Module,
         stages: Mapping[int, Sequence[nn.Parameter]],
         alone: Iterable[nn.Parameter],
     ) -> None:
-        """Let all gradients be averaged in the owners of their parameters, once a fit has begun."""
+        """Let all gradients be averaged without the wrapper, once a fit has begun.
+
+        They are in the owners of their parameters, if replicas share them.
+        """
         across, shares = self._across, self._shares
         assert across is not None, "there are replicas"
-        if shares is None:
+        begun = shares is not None if self._divides_gradients else self._early is not None
+        if not begun:
             if self._ddp.get("init_sync") is not False:
                 equalise(module, across)
             return
-        shares.add(module.parameters())
+        if shares is not None:
+            shares.add(module.parameters())
         others = {id(parameter) for parameter in chain(alone, *stages.values())}
         rest = [
             p
             for p in module.parameters()
-            if not p.is_meta and not shares.keeps(p) and id(p) not in others
+            if not (p.is_meta or (shares is not None and shares.keeps(p)) or id(p) in others)
         ]
         self._averages = self._averages_of(stages, shares=shares, rest=rest)
         self._buffers_of = module
@@ -233,7 +242,7 @@ class Replicas:
         if self._early is None:
             by_itself = module.automatic_optimization or self._divides_parameters
             self._early = self._pipeline is not None and by_itself and early
-            return self._early or self._divides_gradients
+            return self._early or not self._wraps
         if self._averages is not None and not early:
             raise RuntimeError(
                 "a communication hook must be registered in on_fit_start: got one after the first "
@@ -306,6 +315,13 @@ class Replicas:
         number, ranks = self._evaluations, self._everyone.ranks
         return OWN.within("evaluations", number, ranks, "an evaluation step of all replicas")
 
+    def equalise_stage(self, module: nn.Module) -> None:
+        """Give all processes of a stage the same values of what they have no shards of."""
+        groups = self._processes.groups
+        if groups is not None and self._processes.options.tensor_parallel > 1:
+            with self._everyone.waiting_for("the values that the processes of a stage share"):
+                equalise(module, groups.stage, shards=False)
+
     def synchronise(self, piped: PipelinedModule) -> None:
         """Let batch norms normalise by the rows of all replicas, if the Trainer asks for it.
 
@@ -338,6 +354,9 @@ class Replicas:
             Whether some parameters have no values here any more, see
             :meth:`GradientsAround.add_up`.
         """
+        for parameter in self._divided:
+            if parameter.grad is not None:
+                parameter.grad = divided_like(parameter.grad, parameter)
         if self._together is None or not self._averages_now:
             return False
         dropped = self._together.equalise(called=called, alone=alone)
@@ -361,6 +380,7 @@ class Replicas:
         self._pipeline = modules[0].pipeline if len(modules) == 1 else None
         self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
         group, everyone, parts = processes.pipeline_group, None, None
+        self._divided = pipelined.divided()
         for parameter in around if group is not None else ():
             recall(parameter, modules[0].pipeline.layout.outside)  # after another fit
         sharding = processes.options.sharding
@@ -383,7 +403,9 @@ class Replicas:
                     shares=self._shares if self._divides_gradients else None,
                 )
             self._parts = parts
-            self._together = SameParameters(group, around, precision, parts, everyone)
+            self._together = SameParameters(
+                group, around, precision, parts, everyone, processes.replica_group
+            )
         if processes.groups is None:
             return
         self._waits = self._evaluations = 0
@@ -412,8 +434,9 @@ class Replicas:
     def end(self) -> None:
         if self._shards is not None:
             self._shards.release()
-        self._shards = self._shares = None
+        self._shards = self._shares = self._early = None
         self._pipeline = self._averages = self._buffers_of = None
+        self._divided = []
         if self._together is not None:
             self._together.release()
             self._together = self._parts = None

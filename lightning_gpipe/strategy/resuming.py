@@ -73,7 +73,8 @@ class RandomStates:
         if self._processes.groups is None:
             return [[own]]
         states = self._processes.groups.everyone.gather(own)
-        rows = self._processes.arrangement.ranks if states else []
+        # Those of the processes of a stage are alike.
+        rows = self._processes.arrangement.ranks[..., 0].tolist() if states else []
         return [[states[rank] for rank in row] for row in rows]
 
 

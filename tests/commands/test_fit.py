@@ -286,6 +286,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "process_group_backend": None,
         "start_method": "popen",
         "replicas": 1,
+        "tensor_parallel": 1,
         "ddp": None,
         "sharding": None,
         "save_distributed_checkpoint": False,

@@ -78,6 +78,28 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert part in printed
 
 
+def test_stages_of_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {"processes": "per_stage", "tensor_parallel": 2}
+    strategy = {"class_path": "lightning_gpipe.GPipeStrategy", "init_args": arguments}
+    config = configured(tmp_path, f"{HERE}.OnMeta", strategy=strategy)
+    given = ["--config", config, "--measure-on", "meta", "--stages", "2", "--chunks", "2"]
+    assert plan_command([*given, "--devices", "4", "--device-memory", "1MiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tensor_parallel"] == 2
+    assert [stage["device"] for stage in found["stages"]] == [0, 1]
+
+    plain = ["--config", configured(tmp_path, f"{HERE}.OnMeta"), *given[2:]]
+    assert plan_command([*plain, "--devices", "2", "--device-memory", "2MiB", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert found["time"] == pytest.approx(whole["time"] / 2)
+
+    config = configured(tmp_path, f"{HERE}.OnMeta", strategy=strategy)
+    assert plan_command([*given, "--devices", "4"]) == 0
+    assert "a device above stands for 2, among which" in capsys.readouterr().out
+    assert plan_command([*given, "--devices", "3"]) == 1
+    assert "--devices must be a multiple of tensor_parallel: got 3" in capsys.readouterr().err
+
+
 def test_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured(tmp_path, f"{HERE}.OfAFewWords")
     assert plan_command(["--config", config, "--devices", "2", "--stages", "2", "--json"]) == 0

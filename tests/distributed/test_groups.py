@@ -10,15 +10,22 @@ import pytest
 from lightning_gpipe.distributed.groups import Arrangement, ProcessGroups
 
 
-def drawn(mode: Any, replicas: int, nodes: int, devices: int, last_first: bool = False) -> str:
+def drawn(
+    mode: Any,
+    replicas: int,
+    nodes: int,
+    devices: int,
+    last_first: bool = False,
+    tensor_parallel: int = 1,
+) -> str:
     """A line for each process: its rank, replica, devices, and the workers of its pipeline."""
-    found = Arrangement(mode, replicas, nodes, devices, last_first)
+    found = Arrangement(mode, replicas, nodes, devices, last_first, tensor_parallel)
     on_node = [f"d{k}" for k in range(devices)]
     lines = []
     for rank in range(found.world_size):
         replica = found.replica_of(rank)
         own = "".join(found.of_process(on_node, rank % found.on_each_node))
-        workers = "".join(found.of_replica(on_node, replica))
+        workers = "".join(found.of_pipeline(on_node, rank))
         lines.append(f"{rank}: replica {replica}, {own} of {workers}, {found.owners}")
     return "\n".join(lines)
 
@@ -65,6 +72,21 @@ def drawn(mode: Any, replicas: int, nodes: int, devices: int, last_first: bool =
             "0: replica 0, d0d1 of d0d1d0d1, [1, 1, 0, 0]\n"
             "1: replica 0, d0d1 of d0d1d0d1, [1, 1, 0, 0]",
         ),
+        (
+            ("per_stage", 1, 1, 4, False, 2),
+            "0: replica 0, d0 of d0d2, [0, 1]\n1: replica 0, d1 of d1d3, [0, 1]\n"
+            "2: replica 0, d2 of d0d2, [0, 1]\n3: replica 0, d3 of d1d3, [0, 1]",
+        ),
+        (
+            ("per_stage", 2, 2, 2, False, 2),
+            "0: replica 0, d0 of d0, None\n1: replica 0, d1 of d1, None\n"
+            "2: replica 1, d0 of d0, None\n3: replica 1, d1 of d1, None",
+        ),
+        (
+            ("per_stage", 1, 1, 4, True, 2),
+            "0: replica 0, d0 of d2d0, [1, 0]\n1: replica 0, d1 of d3d1, [1, 0]\n"
+            "2: replica 0, d2 of d2d0, [1, 0]\n3: replica 0, d3 of d3d1, [1, 0]",
+        ),
     ],
     ids=str,
 )
@@ -75,6 +97,7 @@ def test_places(arguments: Any, expected: str) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (("per_stage", 2, 1, 6, False, 2), "got processes='per_stage', tensor_parallel=2, repl"),
         (("per_stage", 3, 1, 4), "got processes='per_stage', replicas=3, Trainer.devices=4"),
         (("per_node", 2, 3, 4), "replicas must divide their number: got replicas=2"),
         (("per_node", 2, 1, 4), "write processes='single'"),
@@ -92,7 +115,7 @@ def test_process_that_fails_awaits_no_other_failure() -> None:
     """Once each callback that saved on its error waited five seconds for the reason."""
     everyone, pipeline, none = *(SimpleNamespace(watchers=["lifeline"]) for _ in range(2)), None
     make: Any = ProcessGroups
-    groups = make(everyone, pipeline, *[none] * 4, (), none)
+    groups = make(everyone, pipeline, pipeline, *[none] * 5, (), none)
 
     groups.expect_failures()
 

@@ -322,7 +322,7 @@ def test_what_the_processes_of_replicas_share(tmp_path: Path, four_ranks: Pool) 
     found = four_ranks.run(ask, tmp_path)
 
     assert [each["mesh"] for each in found] == [
-        {"data_parallel": replica, "pipeline_parallel": place}
+        {"data_parallel": replica, "pipeline_parallel": place, "tensor_parallel": 0}
         for replica in (0, 1)
         for place in (0, 1)
     ]

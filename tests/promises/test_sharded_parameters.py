@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_gpipe import GPipe
@@ -102,7 +102,9 @@ def test_sharded_layers_are_refused_when_the_pipeline_is_made(
         "TypeError | parameters of layers in a pipeline must be whole: got the shards (DTensor) "
         f"{FOUND}, which would get no gradients. Leave fully_shard and parallelize_module out. "
         "GPipeStrategy(replicas=...) trains several pipelines together; fully_shard(pipeline), of "
-        "a GPipe as a whole, shards what it has between its calls."
+        "a GPipe as a whole, shards what it has between its calls. With "
+        "GPipeStrategy(tensor_parallel=...), parallelize_module may divide layers over "
+        "self.device_mesh['tensor_parallel']."
     )
     assert errors == [expected] * 2
 
@@ -127,6 +129,22 @@ def test_layers_sharded_later_are_refused_in_the_first_forward(
     for error in errors:
         assert error.startswith("RuntimeError | parameters of layers in a pipeline must be whole")
         assert f"(DTensor) {title}.weight, {title}.bias, " in error
+
+
+def construct_on_threads() -> str:
+    """The error of a pipeline on two threads, of layers that a strategy would divide."""
+    model = Model()
+    named = DeviceMesh.from_group(group_of(2), "cpu", mesh_dim_names=("tensor_parallel",))
+    parallelize_module(model.layers[1], named, ColwiseParallel(output_layouts=Replicate()))
+    error = said(lambda: piped(model))
+    with closing(piped(model, threads=False)) as pipeline:
+        torch.testing.assert_close(pipeline(tokens()), model(tokens()))
+    return error
+
+
+def test_layers_divided_among_processes_are_refused_on_threads(two_ranks: Pool) -> None:
+    for error in two_ranks.run(construct_on_threads):
+        assert error.startswith("TypeError | layers that parallelize_module divides must run in")
 
 
 class Sharded(Classifier):

@@ -70,8 +70,8 @@ def test_public_names() -> None:
             "verify='sample', around='last', weights='device', offload_activations=False, "
             "processes='single', outputs='auto', timeout=datetime.timedelta(seconds=1800), "
             "lost_after=None, "
-            "process_group_backend=None, start_method='popen', replicas=1, ddp=None, "
-            "sharding=None, save_distributed_checkpoint=False)",
+            "process_group_backend=None, start_method='popen', replicas=1, tensor_parallel=1, "
+            "ddp=None, sharding=None, save_distributed_checkpoint=False)",
         ),
         (
             GPipe,

@@ -12,6 +12,8 @@ from torch import nn
 
 from lightning_gpipe import GPipe, GPipeStrategy
 
+DIVIDED = {"processes": "per_stage", "tensor_parallel": 2}
+
 IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"balance": "even"}, ValueError, "balance must be a list, or one of.*'time'.*got 'even'"),
     ({"balance": "auto"}, ValueError, r"got 'auto'\. To have it measured, write balance='time'"),
@@ -35,6 +37,18 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"processes": "threads"}, ValueError, "processes must be one of 'single'.*got 'threads'"),
     ({"start_method": "thread"}, ValueError, "start_method must be one of 'popen'.*got 'thread'"),
     ({"replicas": 0}, ValueError, "replicas must be a positive integer: got 0"),
+    ({"tensor_parallel": 0}, ValueError, "tensor_parallel must be a positive integer: got 0"),
+    ({"tensor_parallel": 2}, ValueError, "tensor_parallel=2 with processes='single'. Write"),
+    (
+        {**DIVIDED, "replicas": 2, "sharding": "optimizer", "outputs": "last", "weights": "host"},
+        ValueError,
+        "tensor_parallel=2 is for .* got sharding='optimizer', outputs='last', weights='host'",
+    ),
+    (
+        {**DIVIDED, "chunks": "auto", "balance": "time"},
+        ValueError,
+        "no process can measure its shard alone: got chunks='auto', balance='time'. Write values",
+    ),
     ({"lost_after": timedelta(seconds=2)}, ValueError, "lost_after .*positive.*processes='single'"),
     (
         {"processes": "per_stage", "lost_after": timedelta(0)},

@@ -3,6 +3,13 @@
 Nothing here depends on stages or devices.
 """
 
+from lightning_gpipe.core.data.dtensors import (
+    divided_like,
+    from_shard,
+    from_whole,
+    shard_of,
+    whole_of,
+)
 from lightning_gpipe.core.data.marks import (
     MARKS,
     PendingTensor,
@@ -76,7 +83,10 @@ __all__ = [
     "collect_loss_terms",
     "copy_marks",
     "copy_values",
+    "divided_like",
     "equal",
+    "from_shard",
+    "from_whole",
     "holds_tensor",
     "identity",
     "is_aliased",
@@ -98,10 +108,12 @@ __all__ = [
     "record_stream",
     "reduced",
     "requires_grad",
+    "shard_of",
     "spec_of",
     "spec_parts",
     "term_receiver",
     "tree_flatten",
     "tree_unflatten",
     "whole",
+    "whole_of",
 ]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpipe.core.faithful import has_memory, parts_of
@@ -209,7 +210,11 @@ def forget_values(parameter: Tensor) -> None:
     if not parameter.is_meta:
         empty = torch.empty_like(parameter, device="meta")
         kind: Any = type(parameter)
-        replacement = Tensor._make_subclass(kind, empty, parameter.requires_grad)
+        replacement: Any
+        if issubclass(kind, DTensor):
+            replacement = nn.Parameter(empty, parameter.requires_grad)
+        else:
+            replacement = Tensor._make_subclass(kind, empty, parameter.requires_grad)
         replacement.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, replacement)
         await_value(parameter, Source.ELSEWHERE)

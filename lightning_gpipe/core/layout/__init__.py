@@ -48,7 +48,12 @@ from lightning_gpipe.core.layout.partition import (
     layer_ranges,
     partitions_of,
 )
-from lightning_gpipe.core.layout.shards import check_whole, has_shards
+from lightning_gpipe.core.layout.shards import (
+    TENSOR_PARALLEL,
+    check_order,
+    check_whole,
+    has_shards,
+)
 from lightning_gpipe.core.layout.sharing import (
     Slot,
     check_copies,
@@ -62,6 +67,7 @@ __all__ = [
     "CONTAINERS",
     "HOST",
     "META",
+    "TENSOR_PARALLEL",
     "Around",
     "Holder",
     "Layout",
@@ -78,6 +84,7 @@ __all__ = [
     "check_enough_layers",
     "check_even",
     "check_initialised",
+    "check_order",
     "check_outside",
     "check_sequential",
     "check_sharing",

@@ -4,6 +4,10 @@ FSDP2 gives a layer its whole parameters in a hook before its forward. By then a
 leaves of its own in their place, which collect the gradients of a mini-batch: those of the whole
 parameters would never arrive. A pipeline that is sharded as a whole gets its parameters before, and
 works; so do the modules around the layers.
+
+Layers that compute with shards, by ``parallelize_module``, need no whole parameters. All processes
+with shards of a stage must run the same actions in the same order, as those do that a strategy with
+``tensor_parallel`` has arranged. The name of their dimension of its mesh tells.
 """
 
 from __future__ import annotations
@@ -11,23 +15,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _NAMED = 16  # in a message; of more, the others are counted
-_KINDS = ("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed.tensor", "DTensor")
+_FSDP = "torch.distributed.fsdp"
+TENSOR_PARALLEL = "tensor_parallel"  # the dimension of a mesh
 
 
 def has_shards(modules: Iterable[nn.Module]) -> bool:
-    """Return True if FSDP2 shards one of these modules, or one has DTensors; written for speed.
+    """Return True if FSDP2 shards a module, or one has DTensors of other meshes; for speed.
 
     FSDP2 may have left the whole parameters in a module, so that it has no DTensors for now.
     """
-    kinds = _kinds()
+    fsdp = _fsdp()
     for module in modules:
-        if isinstance(module, kinds):
+        if isinstance(module, fsdp):
             return True
         for parameter in module._parameters.values():
-            if type(parameter) is not nn.Parameter and isinstance(parameter, kinds):
+            if type(parameter) is not nn.Parameter and _is_shard(parameter):
                 return True
     return False
 
@@ -44,22 +50,39 @@ def check_whole(
             f"{', '.join(names[:_NAMED])}{others}, which would get no gradients. Leave fully_shard "
             "and parallelize_module out. GPipeStrategy(replicas=...) trains several pipelines "
             "together; fully_shard(pipeline), of a GPipe as a whole, shards what it has between "
-            "its calls."
+            "its calls. With GPipeStrategy(tensor_parallel=...), parallelize_module may divide "
+            "layers over self.device_mesh['tensor_parallel']."
+        )
+
+
+def check_order(layers: Iterable[nn.Module]) -> None:
+    """Refuse layers divided among processes on threads, which run them in no common order."""
+    parameters = [x for layer in layers for x in layer.parameters() if isinstance(x, DTensor)]
+    if any(not _is_shard(x) and x.device_mesh.size() > 1 for x in parameters):
+        raise TypeError(
+            "layers that parallelize_module divides must run in the same order in all processes of "
+            "a stage: got several devices with a thread each. Write "
+            "GPipeStrategy(processes='per_stage', tensor_parallel=...), or threads=False."
         )
 
 
 def _shards_in(prefix: str, layer: nn.Module) -> list[str]:
-    kinds = _kinds()
-    sharded = [module for module in layer.modules() if isinstance(module, kinds)]
+    fsdp = _fsdp()
+    sharded = [module for module in layer.modules() if isinstance(module, fsdp)]
     ids = {id(parameter) for module in sharded for parameter in module.parameters()}
     return [
         name
         for name, parameter in layer.named_parameters(prefix=prefix)
-        if id(parameter) in ids or isinstance(parameter, kinds)
+        if id(parameter) in ids or _is_shard(parameter)
     ]
 
 
-def _kinds() -> tuple[type, ...]:
-    """The classes of shards that have been imported: without that there is no object of them."""
-    imported = [(sys.modules[module], name) for module, name in _KINDS if module in sys.modules]
-    return tuple(getattr(module, name) for module, name in imported)
+def _is_shard(parameter: Tensor | None) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    return parameter.device_mesh.mesh_dim_names != (TENSOR_PARALLEL,)
+
+
+def _fsdp() -> tuple[type, ...]:
+    """The class of sharded modules, if it has been imported: else there is no object of it."""
+    return (sys.modules[_FSDP].FSDPModule,) if _FSDP in sys.modules else ()

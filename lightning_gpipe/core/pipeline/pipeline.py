@@ -23,7 +23,7 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
 )
 from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
-from lightning_gpipe.core.layout import META, Layout
+from lightning_gpipe.core.layout import META, Layout, check_order
 from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
 from lightning_gpipe.core.programs import Program
@@ -100,6 +100,7 @@ class Pipeline:
         turns = workers.exclusion if layout.spread else None
         runner: LocalTransport | InlineTransport = InlineTransport(layout, turns)
         if self._threads and len(layout.workers_here) > 1:
+            check_order(layout.layers)
             runner = LocalTransport(layout, workers)
         transport: Transport = runner
         if connection is not None:

@@ -406,6 +406,10 @@ class Engine:
         """See :meth:`Transport.on_lost_wait`."""
         self._transport.on_lost_wait(act)
 
+    def explain(self, cause_of: Callable[[BaseException], BaseException]) -> None:
+        """See :meth:`Transport.explain`."""
+        self._transport.explain(cause_of)
+
     def telling(self) -> SharedErrors:
         """A ``with`` block that tells other processes of its errors."""
         return SharedErrors(self._transport)

@@ -17,7 +17,7 @@ from operator import itemgetter
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.data import FlatTree, divided_like, from_shard, shard_of
 from lightning_gpipe.core.layout import Layout, Tie, ties_of
 from lightning_gpipe.core.programs import Route, SkipName
 from lightning_gpipe.core.schedules import CALLER, Action, Kind
@@ -47,13 +47,13 @@ class Ties:
             return {}
         for tie, j, route in self._routes():
             if tie.home in self._here:
-                value = FlatTree([tie.parameter.detach()])
+                value = FlatTree([shard_of(tie.parameter.detach())])
                 exchange.send(Action(Kind.FORWARD, 0, j), value, route)
         values = {}
         for tie, j, route in self._routes():
             if tie.home != CALLER and j in self._here:
                 value = exchange.receive(Action(Kind.FORWARD, 0, j), route)
-                values[id(tie.parameter)] = value.leaves[0]
+                values[id(tie.parameter)] = from_shard(value.leaves[0], tie.parameter)
         return values
 
     def gradients(
@@ -72,12 +72,14 @@ class Ties:
         for tie, j, route in self._routes():
             if j in self._here:
                 gradient = gradient_of.get((j, id(tie.parameter)))
+                if gradient is not None:
+                    gradient = shard_of(divided_like(gradient, tie.parameter))
                 exchange.send(end._replace(j=tie.home), FlatTree([gradient]), route)
         for tie, j, route in self._routes():
             if tie.home == CALLER or tie.home in self._here:
                 gradient = exchange.receive(end._replace(j=tie.home), route).leaves[0]
                 if gradient is not None:
-                    here.append((j, (tie.parameter, gradient)))
+                    here.append((j, (tie.parameter, from_shard(gradient, tie.parameter))))
         return [pair for _, pair in sorted(here, key=itemgetter(0))]
 
     def _routes(self) -> Iterator[tuple[Tie, int, Route]]:

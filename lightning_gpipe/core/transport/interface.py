@@ -206,6 +206,15 @@ class Transport(ABC):
         It is lost, or it has failed and this one does not notice, since it waits elsewhere.
         """
 
+    def explain(  # noqa: B027 - most have nobody to tell
+        self, cause_of: Callable[[BaseException], BaseException]
+    ) -> None:
+        """Tell the cause of an error in its place, as ``cause_of`` returns it.
+
+        In a layer that waits for other processes than those of the pipeline, their loss is an error
+        of the network.
+        """
+
     @abstractmethod
     def inline(self) -> Transport:
         """Return a transport between the same workers that runs them on the calling thread."""

@@ -102,6 +102,7 @@ class Office:
         self._listens = False
         self._lost_at = math.inf  # when a loss became known
         self.on_lost: Callable[[Sequence[int], str], None] | None = None
+        self.cause_of: Callable[[BaseException], BaseException] = lambda error: error
         self._channels = Channels(store, self._rank)
         self.links = Links(group, self, self._channels)
 
@@ -154,7 +155,8 @@ class Office:
             self._leave_exchange()
             self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
-            self._tell_and_wait(header, Failure.of(self._rank, error).encode())
+            failure = Failure.of(self._rank, self.cause_of(error))
+            self._tell_and_wait(header, failure.encode())
 
     def _leave_exchange(self) -> None:
         self._recipient = None

@@ -300,6 +300,10 @@ class ProcessGroupTransport(Transport):
             self._office.tell(error)
 
     @override
+    def explain(self, cause_of: Callable[[BaseException], BaseException]) -> None:
+        self._office.cause_of = cause_of
+
+    @override
     def failure(self, within: float) -> RankFailed | OutOfStep | None:
         failure = self._office.failure(within)
         return None if failure is None else failure.error(self._office.ranks, self._layout)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_gpipe.core.data import LEAF_SPEC, MARKS, identity
 from lightning_gpipe.core.transport.process_group.wire.plain_values import (
@@ -182,6 +183,11 @@ def receive_value(receive: Callable[[Tensor], object]) -> Any:
 
 def _save(tensor: Tensor) -> tuple[ClassName | None, bytes]:
     """Return a tensor as a file, and its class if that has no part in how it is stored."""
+    if isinstance(tensor, DTensor):
+        raise TypeError(
+            "between stages go the tensors of each process, got a DTensor of shape "
+            f"{tuple(tensor.shape)}: give parallelize_module use_local_output=True"
+        )
     cls, file = type(tensor), io.BytesIO()
     by_name = cls is not Tensor and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
     torch.save(tensor.as_subclass(Tensor) if by_name else tensor, file)

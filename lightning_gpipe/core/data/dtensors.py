@@ -1,0 +1,57 @@
+"""Tensors of which each process of a stage has a shard, by ``parallelize_module``.
+
+Such a DTensor knows its whole shape, the processes, and how it is divided among them. Operations on
+it communicate where they must, in all these processes. What goes elsewhere, to another stage, into
+a sum over replicas or into a file, is the shard of this process, or the whole tensor.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """Return the shard of a DTensor in this process, in the same memory; else the tensor."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def from_shard(shard: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor divided as another one, with this shard; the shard if that is no DTensor."""
+    if not isinstance(like, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a DTensor, in all its processes; else the tensor."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def from_whole(whole: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor divided as another one; each process cuts its shard out of the whole one.
+
+    A tensor of another shape, such as a factor of an optimizer's state, is whole in each process.
+    """
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor) or not whole.dim():
+        return whole
+    mesh, placements = like.device_mesh, like.placements
+    if whole.shape != like.shape:
+        placements = (Replicate(),) * mesh.ndim
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def divided_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient divided as its parameter: addends in the processes are added up."""
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements).detach()
