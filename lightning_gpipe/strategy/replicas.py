@@ -110,7 +110,7 @@ class Replicas:
         self._accumulates = False  # whether another backward comes before the optimizer's step
         self._changes = Journal()  # of torch.distributed and torchmetrics
         self.world_size_calls = WorldSizeCalls()
-        self.synchronising: Callable[[], Manager] = lambda: NOTHING
+        self.synchronising: Callable[[], Manager] = _apart
 
     @property
     def _across(self) -> ProcessGroup | None:
@@ -328,7 +328,7 @@ class Replicas:
         Raises:
             ValueError: If one around the stages has a forward of its own.
         """
-        self.synchronising = lambda: NOTHING
+        self.synchronising = _apart
         groups = self._processes.groups
         if groups is None or not groups.of_norms:
             return
@@ -478,6 +478,11 @@ class Replicas:
         """
         alone = self._processes.at_last
         return nullcontext() if alone else self._everyone.waiting_for(what)
+
+
+def _apart() -> Manager:
+    """Return a ``with`` block in which each replica normalises by its own rows."""
+    return NOTHING  # a function with a name, since a spawned process gets it pickled
 
 
 def _begin_backward(averages: GradientAverages, _: Tensor) -> None:
