@@ -404,7 +404,9 @@ class Processes:
         group = self.value_group
         if group is not None and (self.options.divides_parameters or not self.replica):
             state = whole_state(module, group, self.elsewhere, self.kept_values)
-            if group.rank == 0:
+            if group.rank == 0 and self.options.tensor_parallel > 1:
+                module.load_state_dict(state, assign=True)  # whole, for the main process
+            elif group.rank == 0:
                 load_state(module, state, strict=True)
 
 
