@@ -42,7 +42,7 @@ from lightning_gpipe.core.faithful import (
 )
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.programs import Program
-from lightning_gpipe.core.run import StepAtLast, ValuesOnLayers
+from lightning_gpipe.core.run import ValuesOnLayers
 from lightning_gpipe.distributed import Group, is_without_values
 
 _STEPS = "training_step", "validation_step", "test_step"
@@ -104,14 +104,12 @@ class InnerProcesses:
         changes.write((vars(module), name, around(x)) for name, x in steps.items())
         changes.write([(vars(piped), "check", self._tell)])
 
-    def begin(self, step: StepAtLast) -> None:
+    def begin(self) -> None:
         """Begin a step, in all processes."""
         self._known, self._begun, self.lasting = not self.some, False, False
         self._call, self._context = None, None
-        if self.some:
-            step.before_answer = self._run_in_all
-            if self._layout.first_here:
-                self._random = RandomState.capture()
+        if self.some and self._layout.first_here:
+            self._random = RandomState.capture()
 
     def end(self) -> None:
         """End a step; those between are told if it has not called the pipeline."""
@@ -149,6 +147,7 @@ class InnerProcesses:
         @wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._engine.at_last is not None and not self._repeats:
+                self._engine.at_last.before_answer = self._run_in_all  # not in a verification
                 self._known = self._begun = False
                 if self._context is None and self._layout.first_here:
                     self._context = Context.capture(self._layout.devices_here)

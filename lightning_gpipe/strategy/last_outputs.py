@@ -140,7 +140,7 @@ class LastOutputs:
         self._calls, result = [], None
         try:
             with self._engine.outputs_at_last() as self._step:
-                self._inner.begin(self._step)
+                self._inner.begin()
                 with suppress(OutputElsewhere):
                     result = step()
                 self._inner.end()
