@@ -2,7 +2,8 @@
 
 To pickle tensors would copy them three times. A pickler lets values be left out by number, so
 whatever object a value is, the bytes of its tensors travel as they are, those of the same memory
-once. A tensor without dense memory of its own, such as a sparse one, is saved by torch.save.
+once. A sparse or a jagged tensor goes as the dense ones that it is made of; any other without dense
+memory of its own, such as a quantized one, is saved by torch.save.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ from lightning_gpipe.core.transport.process_group.wire.plain_values import (
 )
 
 _LEAF = "leaf"
+# The layouts of tensors that are made of dense ones.
+_LAYOUTS = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+    torch.jagged,
+)
 
 
 # The GPUs between which tensors go straight, from the first to the second, each by its index in its
@@ -126,7 +136,7 @@ def pack(value: Any, gpus: GpuPair | None = None) -> tuple[bytes, list[Tensor]]:
     packer = _Packer(buffer)
     try:
         packer.dump(value)
-        saved = [None if is_dense(x) else _save(_on_host(x)) for x in packer.tensors]
+        others = [None if is_dense(x) else _form_of_other(_on_host(x)) for x in packer.tensors]
     except Exception as error:
         raise TypeError(
             "values sent between processes must be tensors, plain values, dataclasses, named "
@@ -135,13 +145,14 @@ def pack(value: Any, gpus: GpuPair | None = None) -> tuple[bytes, list[Tensor]]:
         ) from error
     forms: list[tuple[Any, ...]] = []
     contents: list[Tensor] = []
-    for tensor, other in zip(packer.tensors, saved, strict=True):
+    for tensor, other in zip(packer.tensors, others, strict=True):
         if other is None:
             form, content = form_and_bytes(tensor, gpus)
             forms.append(tuple(form))  # its class would take as long as all of it
             contents.append(content)
         else:
-            forms.append(other)
+            forms.append(other[0])
+            contents += other[1]
     body = io.BytesIO()
     PlainPickler(body, pickle.HIGHEST_PROTOCOL).dump((forms, buffer.getvalue()))
     return body.getvalue(), contents
@@ -156,7 +167,7 @@ def unpack(body: bytes, fill: Callable[[Tensor], object], receive: Receive | Non
     tensors = [
         tensor_of(DenseForm(*form), fill, receive)
         if len(form) == len(DenseForm._fields)
-        else _load(*form)
+        else _other_tensor_of(form, fill)
         for form in forms
     ]
     return _Unpacker(io.BytesIO(value), tensors).load()
@@ -181,22 +192,50 @@ def receive_value(receive: Callable[[Tensor], object]) -> Any:
     return unpack(body.numpy().tobytes(), receive)
 
 
-def _save(tensor: Tensor) -> tuple[ClassName | None, bytes]:
-    """Return a tensor as a file, and its class if that has no part in how it is stored."""
+def _form_of_other(tensor: Tensor) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """Return a tensor that is not dense without its dense parts, and the bytes of these.
+
+    Either its layout and its parts, packed; or a file, and its class if that has no part in how it
+    is stored.
+    """
     if isinstance(tensor, DTensor):
         raise TypeError(
             "between stages go the tensors of each process, got a DTensor of shape "
             f"{tuple(tensor.shape)}: give parallelize_module use_local_output=True"
         )
     cls, file = type(tensor), io.BytesIO()
+    known = cls is Tensor or tensor.layout is torch.jagged
+    if known and tensor.layout in _LAYOUTS and not tensor.is_meta:
+        body, contents = pack(_parts(tensor))
+        return (_LAYOUTS.index(tensor.layout), body), contents
     by_name = cls is not Tensor and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
     torch.save(tensor.as_subclass(Tensor) if by_name else tensor, file)
-    return ClassName.of(cls) if by_name else None, file.getvalue()
+    return (ClassName.of(cls) if by_name else None, file.getvalue()), []
 
 
-def _load(name: ClassName | None, content: bytes) -> Tensor:
-    tensor: Tensor = torch.load(io.BytesIO(content), weights_only=True)
-    return tensor if name is None else tensor.as_subclass(name.look_up())
+def _other_tensor_of(form: tuple[Any, ...], fill: Callable[[Tensor], object]) -> Tensor:
+    """Make a tensor that is not dense; invalid indices raise."""
+    name, content = form
+    if not isinstance(name, int):
+        loaded: Tensor = torch.load(io.BytesIO(content), weights_only=True)
+        return loaded if name is None else loaded.as_subclass(name.look_up())
+    layout, parts = _LAYOUTS[name], unpack(content, fill)
+    if layout is torch.jagged:
+        return torch.nested.nested_tensor_from_jagged(*parts)
+    if layout is torch.sparse_coo:
+        *parts, coalesced = parts
+        return torch.sparse_coo_tensor(*parts, is_coalesced=coalesced, check_invariants=True)
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=True)
+
+
+def _parts(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what a sparse or a jagged tensor is made of."""
+    if tensor.layout is torch.jagged:
+        nested: Any = tensor
+        shape = nested._ragged_idx, nested._maybe_min_seqlen, nested._maybe_max_seqlen
+        return nested._values, nested._offsets, nested._lengths, *shape
+    _, (_, parts) = tensor.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # without attributes
+    return parts
 
 
 def _on_host(tensor: Tensor) -> Tensor:
