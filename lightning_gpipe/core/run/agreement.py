@@ -44,6 +44,7 @@ class Agreement:
         label: The label of the mini-batch, before it is known what it runs.
 
     Attributes:
+        at_last: Whether only the process of the last stage gets the outputs.
         gets_outputs: Whether this process gets the outputs.
         gets_gradients: Whether it gets the gradients of the inputs.
         ties: The parameters that stages of several processes share.
@@ -52,7 +53,7 @@ class Agreement:
     """
 
     def __init__(self, layout: Layout, schedule: Schedule, label: Label) -> None:
-        at_last = self._at_last = bool(label.at_last)
+        at_last = self.at_last = bool(label.at_last)
         self.gets_outputs = not at_last or layout.last_here
         self.gets_gradients = not at_last or layout.first_here
         self.ties = Ties(layout, at_last=at_last)
@@ -93,7 +94,7 @@ class Agreement:
 
     def told(self, exchange: Exchange, value: Any) -> Any:
         """Return a value, a pytree, of the process that gets the outputs, in all processes."""
-        if not self._at_last:
+        if not self.at_last:
             return value
         n = self._schedule.n
         to, route = Action(Kind.FORWARD, 0, n), Route(SkipName(None, "told"), n - 1, n)

@@ -135,7 +135,8 @@ class MiniBatchRun:
         """Watch the generators of Python and NumPy until the end of forward."""
         spread = self.equipment.layout.spread
         library = self.agreement.library = self.equipment.library_draws.begin(
-            self.flags,
+            # Steps that end elsewhere are counted apart: those that verify them do not.
+            self.flags + b"last" * (spread and self.agreement.at_last),
             alone=self.inline and not spread,
             recomputed=self.schedule.recomputes,
             spread=spread,
