@@ -71,8 +71,8 @@ class Checkpoints:
     # Saving, in the processes that have a part in it.
 
     def in_parts(self) -> bool:
-        """Return whether several processes have parts of a model."""
-        return self._processes.pipeline_group is not None
+        """Return True if several processes have parts of a model."""
+        return self._processes.value_group is not None
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         trainer = getattr(module, "_trainer", None)

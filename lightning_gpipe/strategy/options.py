@@ -208,7 +208,9 @@ class StrategyOptions:
         shards = self.tensor_parallel
         if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
             raise ValueError(f"tensor_parallel must be a positive integer: got {shards!r}.")
-        if shards > 1 and self.processes != "per_stage":
+        if shards == 1:
+            return
+        if self.processes != "per_stage":
             raise ValueError(
                 "tensor_parallel divides each stage among several processes with a device each: "
                 f"got tensor_parallel={shards} with processes={self.processes!r}. Write "
@@ -220,7 +222,7 @@ class StrategyOptions:
             "weights='host'": self.weights == "host",
         }
         refused = [name for name, is_so in others.items() if is_so]
-        if shards > 1 and refused:
+        if refused:
             raise ValueError(
                 f"tensor_parallel={shards} is for weights that each replica has as a whole, on "
                 f"devices, and for outputs that all its processes get: got {', '.join(refused)}. "
@@ -228,7 +230,7 @@ class StrategyOptions:
             )
         measured = self.requested(1, self.schedule).planned
         measured += [f"balance={x!r}" for x in self.balances if x in ("time", "memory")]
-        if shards > 1 and measured:
+        if measured:
             raise ValueError(
                 f"tensor_parallel={shards} has layers of which no process can measure its shard "
                 f"alone: got {', '.join(measured)}. Write values for them, or balance='parameters'."
