@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,8 +44,16 @@ def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_cpu(module: nn.Module) -> None:
-    """Move all but meta tensors to the CPU."""
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+    """Move all but meta tensors to the CPU.
+
+    A graph that somebody holds, as the traceback of an error does, keeps shards where they are.
+    """
+    parameters = list(module.parameters())
+    if all(x.is_meta or x.device.type == "cpu" for x in chain(parameters, module.buffers())):
+        return  # PyTorch would swap shards with themselves
+    held = any(isinstance(x, DTensor) for x in parameters)
+    with suppress(RuntimeError) if held else nullcontext():
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:

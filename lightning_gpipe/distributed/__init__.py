@@ -27,7 +27,7 @@ from lightning_gpipe.distributed.gathering import (
     without_shards,
 )
 from lightning_gpipe.distributed.gradient_averages import GradientAverages, own_parameters
-from lightning_gpipe.distributed.gradients import SameParameters, gradient_norms
+from lightning_gpipe.distributed.gradients import SameParameters, check_alike, gradient_norms
 from lightning_gpipe.distributed.gradients_around import GradientsAround
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
@@ -63,6 +63,7 @@ __all__ = [
     "Shares",
     "WorldSizeCalls",
     "bucket_bytes",
+    "check_alike",
     "check_options",
     "check_same",
     "check_static_graph",

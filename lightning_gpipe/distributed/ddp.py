@@ -119,7 +119,7 @@ def replicated(
 def equalise(module: nn.Module, group: ProcessGroup, *, shards: bool = True) -> None:
     """Give all replicas the values of the first, or all processes of a stage what is no shard."""
     tensors = [x.detach() for x in chain(module.parameters(), module.buffers()) if not x.is_meta]
-    same = [shard_of(x) for x in tensors if shards or not isinstance(x, DTensor)]
+    same = [shard_of(x) for x in tensors if shards or _is_whole(x)]
     if same:
         _broadcast_coalesced(group, same, _BUCKET, 0)
 
@@ -136,6 +136,11 @@ def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     everyone = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(everyone, tensor, group=group)
     return everyone
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return True if each process of a stage has all of a tensor, as of a norm of tokens."""
+    return not isinstance(tensor, DTensor) or all(x.is_replicate() for x in tensor.placements)
 
 
 def _is_meta(tensor: Tensor) -> bool:

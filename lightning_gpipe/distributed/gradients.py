@@ -6,7 +6,8 @@ are those of one process: a norm is made of the norms of the single parameters, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_gpipe.core.data import shard_of, whole_of
 from lightning_gpipe.core.faithful import Journal
+from lightning_gpipe.distributed.ddp import gathered
 from lightning_gpipe.distributed.gradients_around import GradientsAround
 from lightning_gpipe.distributed.group import Group
 
@@ -143,6 +146,33 @@ def gradient_norms(parameters: Sequence[nn.Parameter], norm_type: float) -> list
     grads = (parameter.grad for parameter in parameters)
     norms = (None if x is None else torch.linalg.vector_norm(x, norm_type) for x in grads)
     return [None if norm is None else float(whole_of(norm)) for norm in norms]
+
+
+def check_alike(named: Mapping[str, nn.Parameter], group: ProcessGroup) -> None:
+    """Warn of parameters whose gradients differ by more than rounding errors in processes.
+
+    Norms are compared, and those of gradients that are nearly zero beside others may be rounding
+    errors.
+    """
+    dense = {name: x for name, x in named.items() if x.grad is None or not x.grad.is_sparse}
+    own = [-1.0 if norm is None else norm for norm in gradient_norms([*dense.values()], 2.0)]
+    device = next((x.device for x in dense.values()), None)
+    if device is None:
+        return
+    host = torch.device("cpu") in group._device_types
+    norms = torch.tensor(own, dtype=torch.float32, device="cpu" if host else device)
+    everywhere = torch.stack(gathered(group, norms)).cpu()
+    largest, smallest = everywhere.amax(0), everywhere.amin(0)
+    differ = (largest - smallest > 0.1 * largest) & (largest > 1e-3 * largest.max())
+    names = [name for name, x in zip(dense, differ.tolist(), strict=True) if x]
+    if names and group.rank() == 0:
+        warnings.warn(
+            "a parameter that parallelize_module does not divide must get the same gradient in all "
+            f"processes of a stage: got different ones for {', '.join(names)}, so its values will "
+            "differ. It may be used on shards of activations: divide it, too, or use it where they "
+            "are whole.",
+            stacklevel=2,
+        )
 
 
 def _shards(parameters: Iterable[Tensor]) -> list[Tensor]:

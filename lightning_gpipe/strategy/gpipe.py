@@ -477,10 +477,11 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.equalise_stage(module)
         if self.is_distributed:
             self._wrap()
-            self._replicas.divide_parameters(module, piped)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._replicas.divide_parameters(module, piped)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
-            if self.options.divides_gradients:
+            if self._replicas.averages_all:
                 refuse_sparse_gradients(module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -490,6 +491,7 @@ class GPipeStrategy(ParallelStrategy):
             self.optimizers,
             split=processes.split,
             sharded=self.options.sharding is not None,
+            divided=self.options.divides_parameters,
             on_host=bool(piped.pipeline.layout.away_from_weights),
         )
         self._tries_sizes = any(isinstance(each, BatchSizeFinder) for each in callbacks)
@@ -761,7 +763,8 @@ class GPipeStrategy(ParallelStrategy):
         module = self._lightning_module
         if module is not None and module._trainer is not None:
             unshare(module._trainer)
-        if module is not None and must_stay(module):
+        shards = self.options.tensor_parallel > 1
+        if module is not None and (shards or must_stay(module)):
             self._lightning_module = None
             if self._processes.split or self.options.divides_parameters:
                 to_cpu(module)

@@ -175,6 +175,15 @@ class PipelinedModule:
         """Return the parameters here of which each process of a stage has a shard."""
         return [p for p in self._root.parameters() if isinstance(p, DTensor) and not p.is_meta]
 
+    def undivided(self) -> dict[str, nn.Parameter]:
+        """Return the other parameters here that need gradients, which all these have, by name."""
+        named = self._root.named_parameters()
+        return {
+            name: p
+            for name, p in named
+            if p.requires_grad and not (isinstance(p, DTensor) or p.is_meta)
+        }
+
     def shared(self) -> set[int]:
         """Return the ids of parameters around the stages that code of any process may use.
 

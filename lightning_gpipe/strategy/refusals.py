@@ -92,15 +92,17 @@ def check_fit(
     *,
     split: bool,
     sharded: bool = False,
+    divided: bool = False,
     on_host: bool = False,
 ) -> None:
     """Refuse callbacks and optimizers that a pipeline, or one over processes, cannot honour.
 
-    ``on_host`` tells that stages on devices have their weights in the memory of the host.
+    ``sharded`` tells that replicas divide the states of optimizers, ``divided`` that they divide
+    parameters, and ``on_host`` that stages on devices have their weights in the memory of the host.
     """
     for callback in callbacks:
-        if split:
-            _refuse_over_processes(callback)
+        if split or divided:
+            _refuse_without_all_values(callback, split=split)
         if on_host and isinstance(callback, ModelPruning):
             raise ValueError(
                 "ModelPruning multiplies each weight by a mask that is a buffer, so both must be "
@@ -163,11 +165,13 @@ def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
         )
 
 
-def _refuse_over_processes(callback: Callback) -> None:
+def _refuse_without_all_values(callback: Callback, *, split: bool) -> None:
     if isinstance(callback, StochasticWeightAveraging | ModelPruning):
+        own = "its own stages only" if split else "its share, with sharding='parameters'"
+        way_out = "processes='single'" if split else "sharding='gradients'"
         raise ValueError(
             f"{type(callback).__name__} needs the values of all parameters, and a process has "
-            "those of its own stages only. Leave it out, or write processes='single'."
+            f"those of {own}. Leave it out, or write {way_out}."
         )
 
 
@@ -236,14 +240,14 @@ def refuse_metrics_on_meta(module: nn.Module) -> None:
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Refuse embeddings with sparse gradients, which replicas do not divide."""
+    """Refuse embeddings with sparse gradients, which need DistributedDataParallel."""
     names = [
         name for name, each in module.named_modules() if getattr(each, "sparse", False) is True
     ]
     if names:
         raise ValueError(
-            "gradients that replicas divide must be dense: got "
-            f"{', '.join(names)} with sparse=True. Leave it out, or write sharding='optimizer'."
+            "gradients that replicas divide, or average with tensor_parallel, must be dense: got "
+            f"{', '.join(names)} with sparse=True. Leave it out."
         )
 
 

@@ -26,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_gpipe.core.data import divided_like
@@ -38,7 +39,7 @@ from lightning_gpipe.core.faithful import (
     has_hooks,
     over_replicas,
 )
-from lightning_gpipe.core.frontends import forget_values, recall
+from lightning_gpipe.core.frontends import forget_values, is_in_another_process, recall
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.run import leaves_around
 from lightning_gpipe.core.schedules import is_by_micro_batch
@@ -53,6 +54,7 @@ from lightning_gpipe.distributed import (
     Shares,
     WorldSizeCalls,
     bucket_bytes,
+    check_alike,
     check_options,
     check_static_graph,
     divisible,
@@ -105,6 +107,9 @@ class Replicas:
         self._shares: Shares | None = None  # if replicas have shares of anything
         self._shards: OptimizerShards | None = None
         self._divided: list[nn.Parameter] = []  # among the processes of a stage
+        self._undivided: dict[str, nn.Parameter] = {}  # to be compared among these
+        self._handles: list[RemovableHandle] = []  # of hooks on gradients
+        self._in_backward = False  # of the Trainer
         self._waits = 0  # in steps, so far
         self._evaluations = 0  # the same
         self._accumulates = False  # whether another backward comes before the optimizer's step
@@ -125,8 +130,15 @@ class Replicas:
     # Values and gradients.
 
     def gather_parameters(self, module: nn.Module, device: torch.device) -> None:
-        """Give each replica the parameters that a fit before has divided; it has a ``device``."""
-        if self._across is not None and self._divides_parameters:
+        """Give each replica the parameters that a fit before has divided; it has a ``device``.
+
+        That fit may have been of another strategy.
+        """
+        if self._across is None:
+            return
+        lacks_values = any(map(is_in_another_process, module.parameters()))
+        if self._processes.decide(lacks_values, all=False):
+            self._processes.check_same(module)
             gather_values(module, self._across, device)
 
     def divide_parameters(self, module: nn.Module, pipelined: PipelinedModule) -> None:
@@ -220,6 +232,31 @@ class Replicas:
         ]
         self._averages = self._averages_of(stages, shares=shares, rest=rest)
         self._buffers_of = module
+        if shares is None and not module.automatic_optimization:
+            self._refuse_other_backwards(rest)
+
+    def _refuse_other_backwards(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let a backward raise whose gradients nothing would average.
+
+        Without shares of gradients, an optimizer's step could not tell them from averages.
+        """
+
+        def check(_: Tensor) -> None:
+            if not (self._in_backward or self._accumulates):
+                raise RuntimeError(
+                    "gradients are averaged over replicas in a backward of the Trainer's: got "
+                    "another backward. With manual optimization write self.manual_backward(loss), "
+                    "not loss.backward()."
+                )
+
+        self._remove_hooks()
+        trainable = (each for each in parameters if each.requires_grad)
+        self._handles = [each.register_post_accumulate_grad_hook(check) for each in trainable]
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _averages_of(
         self, stages: Mapping[int, Sequence[nn.Parameter]], **options: Any
@@ -251,6 +288,11 @@ class Replicas:
             )
         return self._averaged != _trainable(module)
 
+    @property
+    def averages_all(self) -> bool:
+        """True if all gradients are averaged without DistributedDataParallel."""
+        return self._processes.replicated and not self._wraps
+
     @contextmanager
     def averaging(self, *, loss: Tensor | None = None, adds: bool = True) -> Iterator[None]:
         """A ``with`` block in which the gradients of stages leave early.
@@ -259,6 +301,12 @@ class Replicas:
             loss: The loss whose backward runs; None for a training step.
             adds: Whether its gradients are added to those of steps before.
         """
+        by_trainer = Journal().changed([(Attributes(self), "_in_backward", loss is not None)])
+        with by_trainer, self._averaging(loss, adds=adds):
+            yield
+
+    @contextmanager
+    def _averaging(self, loss: Tensor | None, *, adds: bool) -> Iterator[None]:
         averages, pipeline, across = self._averages, self._pipeline, self._across
         if self._divides_parameters and averages is not None:
             self._check_hooks(averages.parameters)
@@ -357,6 +405,9 @@ class Replicas:
         for parameter in self._divided:
             if parameter.grad is not None:
                 parameter.grad = divided_like(parameter.grad, parameter)
+        undivided, self._undivided = self._undivided, {}
+        if undivided and self._processes.groups is not None:
+            check_alike(undivided, self._processes.groups.stage)
         if self._together is None or not self._averages_now:
             return False
         dropped = self._together.equalise(called=called, alone=alone)
@@ -381,6 +432,8 @@ class Replicas:
         self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
         group, everyone, parts = processes.pipeline_group, None, None
         self._divided = pipelined.divided()
+        shards = processes.options.tensor_parallel > 1
+        self._undivided = pipelined.undivided() if shards else {}
         for parameter in around if group is not None else ():
             recall(parameter, modules[0].pipeline.layout.outside)  # after another fit
         sharding = processes.options.sharding
@@ -436,7 +489,8 @@ class Replicas:
             self._shards.release()
         self._shards = self._shares = self._early = None
         self._pipeline = self._averages = self._buffers_of = None
-        self._divided = []
+        self._divided, self._undivided = [], {}
+        self._remove_hooks()
         if self._together is not None:
             self._together.release()
             self._together = self._parts = None

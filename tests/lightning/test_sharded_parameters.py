@@ -21,7 +21,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -185,6 +185,26 @@ def test_cut_by_another_balance(tmp_path: Path, two_ranks: Pool) -> None:
     assert_same_fit(tmp_path, two_ranks, "2x1", Logging, callbacks=[Cutting()])
 
 
+def save_average(root: Path, sharding: str) -> None:
+    averaging = EMAWeightAveraging(decay=0.5)
+    strategy = {"replicas": 2, "sharding": sharding}
+    made = trainer_over(root, "single", [2, 4], strategy, (4, 1), callbacks=[averaging])
+    torch.manual_seed(0)
+    made.fit(Classifier(), datamodule=Halves(2))
+    made.save_checkpoint(root / f"{sharding}.ckpt")
+
+
+def test_checkpoint_of_an_average(tmp_path: Path, two_ranks: Pool) -> None:
+    """Each replica averages its share, so the first one alone has no whole average."""
+    saved = []
+    for sharding in ("gradients", "parameters"):
+        two_ranks.run(save_average, tmp_path, sharding)
+        saved.append(torch.load(tmp_path / f"{sharding}.ckpt", weights_only=False))
+
+    for key in ("state_dict", "current_model_state"):
+        torch.testing.assert_close(saved[1][key], saved[0][key], rtol=1e-12, atol=1e-12)
+
+
 # One Trainer after another, with the same model.
 
 
@@ -192,8 +212,15 @@ def fit_and_test(root: Path, sharding: str) -> list[dict[str, float]]:
     found = []
     torch.manual_seed(0)
     model = Logging()
-    for balance, run in (([2, 4], "fit"), ([3, 3], "validate"), ([4, 2], "fit"), ([1, 5], "fit")):
-        strategy = {"replicas": 2, "sharding": sharding}
+    for balance, run, each in (
+        ([2, 4], "fit", sharding),
+        ([3, 3], "validate", sharding),
+        ([4, 2], "fit", sharding),
+        ([1, 5], "fit", None),  # which gets whole parameters, too
+        ([1, 5], "fit", sharding),
+        ([1, 5], "fit", "gradients"),
+    ):
+        strategy = {"replicas": 2, "sharding": each}
         made = trainer_over(root, "single", balance, strategy, (4, 1), max_epochs=1)
         getattr(made, run)(model, datamodule=Halves(2))
         found.append({name: float(x) for name, x in made.callback_metrics.items()})
@@ -206,6 +233,19 @@ def test_one_trainer_after_another(tmp_path: Path, two_ranks: Pool) -> None:
     )
 
     torch.testing.assert_close(divided, whole, rtol=1e-12, atol=1e-12)
+
+
+def predict_unevenly(root: Path) -> int:
+    """The number of predictions, of five rows one by one: the Trainer repeats none of them."""
+    model = Classifier()
+    strategy = {"replicas": 2, "sharding": "parameters"}
+    made = trainer_over(root, "single", [2, 4], strategy, (4, 1), max_epochs=1)
+    made.fit(model, datamodule=Halves(2))
+    return len(made.predict(model, DataLoader(rows(5, seed=1), batch_size=1)) or [])
+
+
+def test_predictions_of_other_numbers_of_batches(tmp_path: Path, two_ranks: Pool) -> None:
+    assert two_ranks.run(predict_unevenly, tmp_path) == [3, 2]
 
 
 # What is on a device.
@@ -294,6 +334,11 @@ class LateHook(Classifier):
         self.get_parameter("layers.2.weight").register_hook(lambda gradient: 2 * gradient)
 
 
+class Averaging(Classifier):
+    def configure_callbacks(self) -> Any:
+        return [StochasticWeightAveraging(0.1)]
+
+
 class TwoModules(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -317,6 +362,7 @@ def refused(root: Path, build: Any, strategy: dict[str, Any]) -> str:
         (Manual, {}, "write self.manual_backward(loss), not loss.backward()"),
         (OwnPenalty, {}, "a process has the parameters that it uses"),
         (LateHook, {}, "a hook on the gradient of a parameter that replicas divide must be there"),
+        (Averaging, {}, "a process has those of its share, with sharding='parameters'"),
         (TwoModules, {"module": ["layers", "others"]}, "for one pipelined module"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -294,11 +295,35 @@ def test_checkpoints_are_those_of_one_process(tmp_path: Path, four_ranks: Pool) 
         same_checkpoints(tmp_path / name, tmp_path / "plain")
 
 
-def unseeded(root: Path) -> dict[str, Any]:
+def fit_and_test(root: Path, strategy: dict[str, Any] | None) -> list[float]:
+    """What the Trainers of one model found, one after another."""
+    torch.manual_seed(0)
+    module, found = Model(), []
+    for run in ("fit", "validate", "fit"):
+        options: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False}
+        made = trainer(root, **options) if strategy is None else over(root, strategy, **options)
+        getattr(made, run)(module, datamodule=Texts())
+        found.append(float(made.callback_metrics["val_loss"]))
+    return found
+
+
+def test_one_trainer_after_another(tmp_path: Path, four_ranks: Pool) -> None:
+    with torch.random.fork_rng(devices=[]):
+        expected = fit_and_test(tmp_path, None)
+
+    for found in four_ranks.run(fit_and_test, tmp_path, {}):
+        close(found, expected)
+
+
+def unseeded(root: Path, by_sequence: bool) -> dict[str, Any]:
     """The parameters of a model with dropout that begins otherwise in each process."""
     torch.manual_seed(dist.get_rank())
-    made = over(root, {"verify": True}, max_epochs=1)
-    module = Model(drop=0.2)
+    made = over(root, {"verify": not by_sequence}, max_epochs=1)
+    module = Model(drop=0.2, by_sequence=by_sequence)
+    for block in module.blocks:
+        nn.init.normal_(
+            block.get_parameter("norm.weight")
+        )  # SequenceParallel takes them to be the same
     made.fit(module, Texts())
     made.save_checkpoint(root / "end.ckpt")
     parameters = module.named_parameters()
@@ -306,8 +331,11 @@ def unseeded(root: Path) -> dict[str, Any]:
     return {"whole": whole, "random": torch.rand(()), "seen": module.seen}
 
 
-def test_processes_of_a_stage_begin_and_draw_alike(tmp_path: Path, four_ranks: Pool) -> None:
-    found = four_ranks.run(unseeded, tmp_path)
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_processes_of_a_stage_begin_and_draw_alike(
+    tmp_path: Path, four_ranks: Pool, by_sequence: bool
+) -> None:
+    found = four_ranks.run(unseeded, tmp_path, by_sequence)
 
     for one, other in (found[:2], found[2:]):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -339,6 +367,85 @@ def test_stage_that_returns_no_tensor_of_its_own_is_refused(tmp_path: Path) -> N
         r"between stages go the tensors of each process, got a DTensor of shape \(2, 4, 4\): give"
     )
     assert all(re.search(what, error) for error in errors)
+
+
+# What would go wrong without an error, or end with another one.
+
+
+class Manual(Model):
+    """Computes gradients without the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._loss(batch).backward()
+
+
+class Sparse(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH, sparse=True).double()
+
+
+class Scaled(nn.Module):
+    """Scales shards of activations by a parameter that is no shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.up(x).unflatten(-1, (-1, WIDTH)) * self.scale
+        return x + self.down(inner.flatten(-2))
+
+
+class OwnScales(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Scaled(), Scaled()).double()
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in self.blocks:
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+
+class BadLayer(Model):
+    """A layer raises when graphs have the shards of others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.blocks[-1].register_forward_hook(self._raise)
+        return super().training_step(batch, batch_idx)
+
+    def _raise(self, *_: Any) -> None:
+        raise KeyError("a layer")
+
+
+def ended(root: Path, build: type[Model]) -> str:
+    made = over(root, {"replicas": 2, "balance": [2]}, max_epochs=1, use_distributed_sampler=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a parameter that parallelize_module")
+        return said(lambda: made.fit(build(), Texts()))
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (Manual, "write self.manual_backward(loss), not loss.backward()"),
+        (Sparse, "must be dense: got embedding with sparse=True"),
+        (OwnScales, "got different ones for blocks.0.scale, blocks.1.scale"),
+        (BadLayer, "KeyError | 'a layer'"),
+    ],
+)
+def test_error(tmp_path: Path, build: type[Model], message: str) -> None:
+    with new_ranks(4) as ranks:
+        errors = [str(error) for error in ranks.outcomes(ended, tmp_path, build)]
+
+    assert any(message in error for error in errors), errors
 
 
 class Failing(Model):
