@@ -82,8 +82,10 @@ class GradientsAround:
 
     @property
     def at_ends(self) -> list[nn.Parameter]:
-        """The parameters that the processes of the first and of the last stage have, no others."""
-        return [x for x in self._around if self.homes.get(id(x)) is Home.ENDS]
+        """The parameters that code before a call may use, and only processes of both ends have."""
+        # If one process has both ends, it does not show where it uses a parameter.
+        homes = (Home.LAST, Home.ENDS) if self._first == 0 else (Home.ENDS,)
+        return [x for x in self._around if self.homes.get(id(x)) in homes]
 
     def add_up(self, *, called: bool, alone: bool) -> list[nn.Parameter]:
         """Give the processes that have a parameter its sum over these, averaged over pipelines.
