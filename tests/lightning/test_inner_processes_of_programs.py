@@ -215,3 +215,45 @@ def test_batch_that_is_edited_before_others_have_it(tmp_path: Path) -> None:
         last, *_ = ranks.run(edited, tmp_path)
 
     assert "a step must not edit its batch in place before its call" in last
+
+
+class Annealing(Tracing):
+    """Counts its steps, which not all processes run."""
+
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.layers(self.enter(x.double()), 1.0 + self.calls // 2))
+        return self.leave(output)
+
+
+class AnnealingLater(Annealing):
+    """Counts them after the call, which the process of the last stage alone does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._counted(Tracing.training_step(self, batch, batch_idx))
+
+    def _counted(self, outcome: Any) -> Any:
+        self.calls += 1
+        return outcome
+
+
+def annealed(root: Path, kind: Callable[[], Counting]) -> str:
+    strategy = {"outputs": "last", "chunks": 2, "verify": False}
+    made = trainer_over(root, "per_stage", [2, 2, 2], strategy, (3, 1), max_epochs=2)
+    return said(lambda: made.fit(kind(), datamodule=Data()))
+
+
+@pytest.mark.parametrize("kind", [Annealing, AnnealingLater])
+def test_count_of_steps_that_other_processes_have_not_run(
+    tmp_path: Path, kind: Callable[[], Counting]
+) -> None:
+    """Once some stages had the number of one step, and some that of another."""
+    with new_ranks(3) as ranks:
+        for error in ranks.run(annealed, tmp_path, kind):
+            assert "with other calls of layers, or other numbers in these" in error
+            assert "write outputs='all'" in error

@@ -122,6 +122,12 @@ class Program:
         steps = [(step.value, step.stage, sorted(step.needs)) for step in self._steps]
         return zlib.crc32(repr((self.inputs, self.outputs, steps)).encode())
 
+    @cached_property
+    def checksum(self) -> int:
+        """The fingerprint, with the constants among the arguments of the steps."""
+        constants = [step.constants for step in self._steps]
+        return zlib.crc32(repr(constants).encode(), self.fingerprint)
+
     def title_of(self, number: int) -> str:
         """Return the title of the step that makes a value, for errors."""
         return next(step.title for step in self._steps if step.value == number)

@@ -47,6 +47,11 @@ class Step:
         """The numbers of the values among its arguments."""
         return frozenset(value.number for value in values_in((self.args, self.kwargs)))
 
+    @cached_property
+    def constants(self) -> tuple[Any, ...]:
+        """The numbers and strings among its arguments."""
+        return tuple(_constants_in((self.args, self.kwargs)))
+
     def __call__(self, values: Mapping[int, Any]) -> Any:
         """Make the call by itself, with the values of these numbers."""
         args = [_filled(arg, values) for arg in self.args]
@@ -76,6 +81,13 @@ def values_in(tree: Any) -> Iterator[Value]:
         yield tree
     for child in _children(tree):
         yield from values_in(child)
+
+
+def _constants_in(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, int | float | complex | str | None):
+        yield tree
+    for child in _children(tree):
+        yield from _constants_in(child)
 
 
 def has_values(tree: Any) -> bool:

@@ -77,7 +77,7 @@ class Agreement:
                 grad=int(grad),
                 microbatches=m,
                 training=sum(flags) << 32 | zlib.crc32(flags),
-                program=program.fingerprint,
+                program=program.checksum,
                 state=self.generators.number,
             )
 

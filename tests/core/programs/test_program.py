@@ -107,3 +107,13 @@ def test_output_that_no_step_makes():
 def test_parts_with_the_same_calls_have_the_same_signature():
     assert example().parts[0].signature == example().parts[0].signature
     assert example().parts[0].signature != example().parts[1].signature
+
+
+def test_programs_with_other_constants_have_another_checksum():
+    one, same, other = (
+        Program([Step(operator.add, (Value(0), [k]), 1, 0)], inputs=[0], outputs=[1], n=1)
+        for k in (1.0, 1.0, 1.5)
+    )
+
+    assert one.checksum == same.checksum != other.checksum
+    assert one.fingerprint == other.fingerprint

@@ -32,3 +32,9 @@ def test_step_whose_values_are_arguments_themselves():
 
 def test_value_is_made_of_what_was_returned():
     assert Step(max, (Value(0), 2), 1, 0, then=str)({0: 7}) == "7"
+
+
+def test_constants_are_numbers_and_strings_wherever_they_are_in_arguments():
+    tree = (Value(7), [1, "a"], {"k": 2.5}, slice(None, Value(1)), object())
+
+    assert Step(max, tree, 2, 0, {"key": (True,)}).constants == (1, "a", 2.5, None, None, True)

@@ -21,11 +21,12 @@ def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequen
         theirs, ours = (Label(phase=label.phase, step=label.step) for label in (theirs, ours))
     details = "".join(f", {text}" for text in _others(theirs, ours))
     they, we = _described(theirs, ours, pipelines), _described(ours, theirs, pipelines)
+    cure = _AT_LAST if ours.at_last and theirs.program != ours.program else ""
     return (
         "all processes of a pipeline must run the same mini-batches in the same order, in the same "
         f"mode and with the same random numbers: {them} runs {they}, and {us} "
         f"{we}{details}. Let each process run the same code on the same "
-        "values, with the same seed."
+        f"values, with the same seed.{cure}"
     )
 
 
@@ -52,7 +53,7 @@ def _others(one: Label, two: Label) -> Iterator[str]:
     if one.training >> _COUNT == two.training >> _COUNT and one.training != two.training:
         yield "with other modules in training mode"
     if one.program != two.program:
-        yield "with other calls of layers"
+        yield "with other calls of layers, or other numbers in these"
     if one.state != two.state:
         yield "with the random generators in other states"
 
@@ -62,6 +63,11 @@ def _training(value: int) -> str:
     return f"with {number or 'no'} module{'s' * (number > 1)} in training mode"
 
 
+_AT_LAST = (
+    " With outputs='last' a step must not go by what earlier ones have left on a module, such as a "
+    "count of its calls, since not all processes have run these: count in on_train_batch_start, or "
+    "write outputs='all'."
+)
 _COUNT = 32  # the bits below the number of modules in training mode
 _MODES: dict[str, Callable[[int], str]] = {
     "training": _training,

@@ -39,7 +39,8 @@ def said(theirs: Label, ours: Label) -> str:
         (
             TRAINED._replace(training=9 << 32 | 5, program=3, state=8, phase=-1),
             "rank 1 runs a rehearsal of blocks, and rank 0 a forward, with other modules in "
-            "training mode, with other calls of layers, with the random generators in other states",
+            "training mode, with other calls of layers, or other numbers in these, with the random "
+            "generators in other states",
         ),
         (
             Label(minibatch=3, step=5, phase=-2),
@@ -54,3 +55,12 @@ def said(theirs: Label, ours: Label) -> str:
 )
 def test_words(theirs: Label, expected: str) -> None:
     assert said(theirs, TRAINED) == expected
+
+
+def test_steps_whose_outputs_are_for_the_last_stage_may_go_by_what_earlier_ones_have_left() -> None:
+    theirs, ours = Label(program=3, at_last=1), Label(program=4, at_last=1)
+
+    text = difference(theirs, ours, "rank 1", "rank 0", [])
+
+    assert "such as a count of its calls" in text
+    assert "write outputs='all'" in text
