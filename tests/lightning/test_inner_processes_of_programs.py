@@ -150,6 +150,12 @@ def test_fit(
     check_fit(tmp_path, four_ranks, mode, schedule, kind, options, machines)
 
 
+def test_process_of_both_ends(tmp_path: Path, two_ranks: Pool) -> None:
+    """Once the other one lacked what code before a call uses, in its first validation."""
+    options = {"num_sanity_val_steps": 0}
+    check_fit(tmp_path, two_ranks, "per_stage", "zero_bubble_v", Looping, options, (2, 1))
+
+
 def counts(root: Path, kind: Callable[[], Counting], schedule: str, sanity: int) -> Any:
     """The numbers of steps of a fit and a test, and what is on meta here after the fit."""
     strategy = {"outputs": "last", "schedule": schedule, "chunks": 2, "verify": False}
