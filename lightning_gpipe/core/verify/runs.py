@@ -83,10 +83,8 @@ def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None
         mask = {} if by_rows else engine.everywhere(engine.layout.n - 1, compute)
     # Nothing is recorded of the module of a stage, which is never called, and of other processes.
     units = [merged(of_unit) if by_rows and of_unit else None for of_unit in outputs]
-    # All processes run a backward, though one may have no parameters that are trained.
-    ends = leaves_behind(tensors(output).values()) if engine.layout.spread else ()
     named = named_leaves(output)
-    values = results(subject.module, subject.devices, named, leaves, terms, mask, ends=ends)
+    values = results(subject.module, subject.devices, named, leaves, terms, mask)
     return Run(values, units, microbatches=m, mask=mask)
 
 
@@ -177,12 +175,11 @@ def results(
     mask: Mask,
     *,
     thin: bool = False,
-    ends: Iterable[Tensor] = (),
 ) -> dict[str, Values]:
     """Return the values of all kinds after a forward of a module on some devices.
 
     ``output`` has the leaves of the output with their paths, ``leaves`` those of the input that get
-    gradients, which are whole or :func:`thin <gradients_of>`; backward also goes to ``ends``.
+    gradients, which are whole or :func:`thin <gradients_of>`.
     """
     roots: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -195,7 +192,7 @@ def results(
             outputs[path] = torch.tensor(leaf, dtype=torch.float64, device="cpu")
     named = module.named_parameters()
     parameters = {name: p for name, p in named if p.requires_grad and not p.is_meta}
-    sources = [*parameters.values(), *leaves.values(), *ends]
+    sources = [*parameters.values(), *leaves.values()]
     cotangents = _cotangents(roots, mask)
     gradients = gradients_of(list(roots.values()), sources, cotangents, devices, thin=thin)
     return {
