@@ -69,6 +69,7 @@ from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.adapters.signals import Signals
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import compile_layers
+from lightning_gpipe.strategy.gradient_averaging import GradientAveraging
 from lightning_gpipe.strategy.inner_processes import InnerProcesses
 from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.options import (
@@ -91,6 +92,7 @@ from lightning_gpipe.strategy.refusals import (
 )
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates
+from lightning_gpipe.strategy.sharding import Sharding
 from lightning_gpipe.strategy.user_steps import UserSteps
 
 
@@ -234,7 +236,9 @@ class GPipeStrategy(ParallelStrategy):
     ) -> None:
         self.options = StrategyOptions.of(locals())
         self._processes = Processes(self.options)
-        self._replicas = Replicas(self._processes, ddp)
+        self._sharding = Sharding(self._processes, ddp)
+        self._averaging = GradientAveraging(self._processes, self._sharding, ddp)
+        self._replicas = Replicas(self._processes, self._sharding, self._averaging)
         super().__init__()
         self.num_nodes = 1  # a Trainer sets it
         # Not in the attribute of the base class, where a second Trainer would report another error.
@@ -295,12 +299,12 @@ class GPipeStrategy(ParallelStrategy):
         pipeline = self._piped.pipeline
         move, move_back = (partial(self._cut, each) for each in (balance, pipeline.balance))
         self._processes.check_same_value("balance of rebalance()", balance)
-        self._replicas.gather_parameters(self._root, self.root_device)
+        self._sharding.gather_parameters(self._root, self.root_device)
         try:
             self._processes.do_or_undo(move, move_back)
         finally:
             if self.is_distributed:
-                self._replicas.divide_parameters(self._root, self._piped)
+                self._sharding.divide_parameters(self._root, self._piped)
                 self._wrap()
         self._averages.follow(self._root)
         self._measured_balances.replace(self._piped.modules, pipeline.balances)
@@ -314,8 +318,8 @@ class GPipeStrategy(ParallelStrategy):
         """Let replicas average the gradients of the present parameters on their devices."""
         self.model = self._root  # the old wrapper goes first
         assert self._piped is not None, "it is set up"
-        with self._replicas.in_step():
-            self.model = self._replicas.wrapped(self._root, self._piped.around())
+        with self._averaging.in_step():
+            self.model = self._averaging.wrapped(self._root, self._piped.around())
 
     def grad_norm(
         self, module: nn.Module, norm_type: float = 2.0, group_separator: str = "/"
@@ -433,7 +437,7 @@ class GPipeStrategy(ParallelStrategy):
         if synchronised:
             check_synchronised(self._layer_sync, self.options)
         self._processes.connect(self.root_device, synchronised=synchronised)
-        self._replicas.gather_parameters(self._root, self.root_device)
+        self._sharding.gather_parameters(self._root, self.root_device)
         self._root._device_mesh = self.device_mesh
         super().setup_environment()
         self._profiling.record_threads(profiler_of(self._root))
@@ -478,10 +482,10 @@ class GPipeStrategy(ParallelStrategy):
         if self.is_distributed:
             self._wrap()
             if trainer.state.fn == TrainerFn.FITTING:
-                self._replicas.divide_parameters(module, piped)
+                self._sharding.divide_parameters(module, piped)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
-            if self._replicas.averages_all:
+            if self._averaging.without_wrapper:
                 refuse_sparse_gradients(module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -501,7 +505,7 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(self.precision_plugin, piped)
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        self._replicas.divide(self.optimizers)
+        self._sharding.divide_optimizers(self.optimizers, self._averaging.in_step)
         self._steps = UserSteps(
             module,
             piped,
@@ -562,8 +566,9 @@ class GPipeStrategy(ParallelStrategy):
         try:
             if self._processes.groups is None or self._piped is None:
                 return super().backward(*args, **kwargs)
-            engine, averaging = self._piped.pipeline.engine, self._replicas.averaging(loss=args[0])
-            with self._replicas.in_step(), engine.telling(), averaging:
+            engine, averaging = self._piped.pipeline.engine, self._averaging
+            leaving_early = averaging.leaving_early(loss=args[0])
+            with averaging.in_step(), engine.telling(), leaving_early:
                 return super().backward(*args, **kwargs)
         except RuntimeError as error:
             refuse_second_backward(error)
@@ -596,7 +601,7 @@ class GPipeStrategy(ParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self._replicas.accumulating(), super().block_backward_sync():
+        with self._averaging.accumulating(), super().block_backward_sync():
             yield
 
     # The user's steps.
@@ -608,7 +613,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.model is not None
-        if self.is_distributed and self._replicas.outdated(self._root, self.model):
+        if self.is_distributed and self._averaging.outdated(self._root, self.model):
             self._wrap()
         self._averages.follow_in_epoch(self._root)
 
@@ -619,9 +624,10 @@ class GPipeStrategy(ParallelStrategy):
         step = partial(self._steps.training, super().training_step, self.precision_plugin)
         if self._processes.groups is None:
             return step(args, kwargs)
-        trainer, replicas = self._root.trainer, self._replicas
+        trainer, averaging = self._root.trainer, self._averaging
         added = bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches)
-        with replicas.in_step(), replicas.synchronising(), replicas.averaging(adds=added):
+        leaving_early = averaging.leaving_early(adds=added)
+        with averaging.in_step(), self._replicas.synchronising(), leaving_early:
             return step(args, kwargs)
 
     def _in_wrapper(self, run: Callable[[], Any]) -> Any:
@@ -650,7 +656,7 @@ class GPipeStrategy(ParallelStrategy):
     ) -> Any:
         if self._steps is None:
             return step(*args, **kwargs)
-        with self._replicas.in_evaluation():
+        with self._sharding.in_evaluation():
             return self._steps.evaluation(step.__name__, partial(step, *args, **kwargs))
 
     # Reductions and barriers. The processes of a pipeline are one; replicas differ.
@@ -723,7 +729,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(self.optimizers, checkpoint)
-        self._replicas.drop_states(self.optimizers)
+        self._sharding.drop_states(self.optimizers)
 
     # Teardown.
 

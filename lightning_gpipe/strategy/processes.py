@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_gpipe.checkpoints import load_state
@@ -324,6 +325,17 @@ class Processes:
             self.groups = None
 
     # Asking the others.
+
+    @property
+    def everyone(self) -> Group:
+        """All processes, once they are connected."""
+        assert self.groups is not None, "the processes are connected"
+        return self.groups.everyone
+
+    @property
+    def across(self) -> ProcessGroup | None:
+        """The processes that have this one's place in each replica; None without replicas."""
+        return self.groups.across if self.groups is not None and self.replicated else None
 
     @property
     def pipeline_group(self) -> Group | None:

@@ -1,7 +1,8 @@
 """Gradients of stages leave early: averages over replicas begin while other stages run backward.
 
-The interface, ``gradient_home``, has its tests here, too. That replicas train as a plain Trainer
-on the whole batch, is proven in `test_replicas.py` and `test_schedules_over_processes.py`.
+The interface, ``gradient_home``, and what asks for averages, ``gradient_averaging``, have their
+tests here, too. That replicas train as a plain Trainer on the whole batch, is proven in
+`test_replicas.py` and `test_schedules_over_processes.py`.
 """
 
 from __future__ import annotations
@@ -432,7 +433,7 @@ class LateHook(Callback):
 
 
 def register_hook(trainer: Any) -> None:
-    trainer.model.register_comm_hook(trainer.strategy._replicas._across, allreduce_hook)
+    trainer.model.register_comm_hook(trainer.strategy._processes.across, allreduce_hook)
 
 
 def fit_with_hook(root: Path, callback: Callback) -> str:

@@ -1,0 +1,285 @@
+"""GradientAveraging: the gradients of replicas become their average, in DDP or without it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gpipe.core.faithful import Attributes, Journal, Manager
+from lightning_gpipe.core.pipeline import Pipeline
+from lightning_gpipe.core.run import leaves_around
+from lightning_gpipe.core.schedules import is_by_micro_batch
+from lightning_gpipe.core.transport import OWN
+from lightning_gpipe.distributed import (
+    GradientAverages,
+    bucket_bytes,
+    check_options,
+    check_static_graph,
+    equalise,
+    equalise_buffers,
+    leaves_early,
+    own_parameters,
+    replicated,
+)
+from lightning_gpipe.strategy.pipelined import PipelinedModule
+from lightning_gpipe.strategy.processes import Processes
+from lightning_gpipe.strategy.sharding import Sharding
+
+
+class GradientAveraging:
+    """Averages gradients over replicas, those of stages as soon as their sums are known.
+
+    DistributedDataParallel wraps the module and averages the rest, unless gradients are divided
+    among replicas, or parameters among the processes of a stage, which it knows nothing of.
+
+    Args:
+        processes: The processes of the Trainer.
+        sharding: What replicas divide among them.
+        ddp: Options of DistributedDataParallel.
+
+    Raises:
+        ValueError: If ``ddp`` has no such options.
+    """
+
+    def __init__(
+        self, processes: Processes, sharding: Sharding, ddp: Mapping[str, Any] | None
+    ) -> None:
+        options = processes.options
+        self._wraps = not options.divides_gradients and options.tensor_parallel == 1
+        check_options(ddp, options.replicas, wraps=self._wraps)
+        self._processes = processes
+        self._sharding = sharding
+        self._ddp = dict(ddp or {})
+        self._pipeline: Pipeline | None = None  # if there is a single one
+        self._by_micro_batch = False
+        self._early: bool | None = None  # whether some gradients do, once the fit has begun
+        self._averages: GradientAverages | None = None  # of those that leave early
+        self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
+        self._buffers_of: nn.Module | None = None  # the module, if it has no wrapper
+        self._synchronised = True  # whether the last step averaged gradients
+        self._handles: list[RemovableHandle] = []  # of hooks on gradients
+        self._in_backward = False  # of the Trainer
+        self._accumulates = False  # whether another backward comes before the optimizer's step
+        self._waits = 0  # in steps, so far
+
+    @property
+    def without_wrapper(self) -> bool:
+        """True if all gradients are averaged without DistributedDataParallel."""
+        return self._processes.replicated and not self._wraps
+
+    @property
+    def is_due(self) -> bool:
+        """True if a backward averages gradients."""
+        return self._processes.options.divides_gradients or not self._accumulates
+
+    def begin(self, pipelined: PipelinedModule) -> None:
+        """Average the gradients of a fit of these pipelines, until :meth:`end`."""
+        modules = pipelined.modules
+        self._early, self._synchronised, self._waits = None, True, 0
+        self._pipeline = modules[0].pipeline if len(modules) == 1 else None
+        self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
+
+    def wrapped(self, module: LightningModule, around: Collection[nn.Parameter]) -> nn.Module:
+        """Give all replicas the values of the first.
+
+        ``around`` are the parameters that each process of a pipeline has.
+
+        Returns:
+            In a fit a wrapper whose backward averages the gradients over replicas that do not leave
+            early; the module itself otherwise, if no such parameter here needs a gradient, or if
+            gradients are divided among replicas.
+        """
+        across = self._processes.across
+        assert across is not None, "there are replicas, and connected"
+        self._averages = None
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            equalise(module, across)
+            return module
+        check_static_graph(
+            self._ddp,
+            module.trainer.callbacks,  # type: ignore[attr-defined]  # a connector sets it
+            module.trainer.accumulate_grad_batches,
+            automatic=module.automatic_optimization,
+        )
+        self._averaged = _trainable(module)
+        alone = list(around) if self._processes.at_last else []  # see SameParameters
+        early, pipeline = self._early, self._pipeline
+        stages = own_parameters(module, pipeline.layout) if early and pipeline is not None else None
+        if not self._wraps:
+            self._average_all(module, stages or {}, alone)
+            return module
+        if stages is None:
+            return replicated(module, across, self._ddp, alone) or module
+        if any(stages.values()):
+            self._averages = self._averages_of(stages)
+        averaged = alone if self._averages is None else [*self._averages.parameters, *alone]
+        wrapper = replicated(module, across, {**self._ddp, "init_sync": False}, averaged)
+        self._buffers_of = module if wrapper is None and self._averages is not None else None
+        return wrapper or module
+
+    def outdated(self, module: LightningModule, wrapper: nn.Module) -> bool:
+        """True if the module must be wrapped anew.
+
+        That is if other parameters need gradients than before, or the fit begins, from when on
+        gradients may leave early: until then the user can register a communication hook, for all.
+
+        Raises:
+            RuntimeError: If the user registers one later.
+        """
+        early = leaves_early(self._ddp, wrapper)
+        if self._early is None:
+            divided = self._processes.options.divides_parameters
+            by_itself = module.automatic_optimization or divided
+            self._early = self._pipeline is not None and by_itself and early
+            return self._early or not self._wraps
+        if self._averages is not None and not early:
+            raise RuntimeError(
+                "a communication hook must be registered in on_fit_start: got one after the first "
+                "step, by when the gradients of the stages are averaged without it. Call "
+                "self.trainer.model.register_comm_hook(state, hook) there."
+            )
+        return self._averaged != _trainable(module)
+
+    def _average_all(
+        self,
+        module: nn.Module,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        alone: Iterable[nn.Parameter],
+    ) -> None:
+        """Let all gradients be averaged without the wrapper, once a fit has begun.
+
+        They are in the owners of their parameters, if replicas share them.
+        """
+        across, shares = self._processes.across, self._sharding.shares
+        assert across is not None, "there are replicas"
+        divides = self._processes.options.divides_gradients
+        begun = shares is not None if divides else self._early is not None
+        if not begun:
+            if self._ddp.get("init_sync") is not False:
+                equalise(module, across)
+            return
+        if shares is not None:
+            shares.add(module.parameters())
+        others = {id(parameter) for parameter in chain(alone, *stages.values())}
+        rest = [
+            p
+            for p in module.parameters()
+            if not (p.is_meta or (shares is not None and shares.keeps(p)) or id(p) in others)
+        ]
+        self._averages = self._averages_of(stages, shares=shares, rest=rest)
+        self._buffers_of = module
+        if shares is None and not module.automatic_optimization:
+            self._refuse_other_backwards(rest)
+
+    def _refuse_other_backwards(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let a backward raise whose gradients nothing would average.
+
+        Without shares of gradients, an optimizer's step could not tell them from averages.
+        """
+
+        def check(_: Tensor) -> None:
+            if not (self._in_backward or self._accumulates):
+                raise RuntimeError(
+                    "gradients are averaged over replicas in a backward of the Trainer's: got "
+                    "another backward. With manual optimization write self.manual_backward(loss), "
+                    "not loss.backward()."
+                )
+
+        self._remove_hooks()
+        trainable = (each for each in parameters if each.requires_grad)
+        self._handles = [each.register_post_accumulate_grad_hook(check) for each in trainable]
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _averages_of(
+        self, stages: Mapping[int, Sequence[nn.Parameter]], **options: Any
+    ) -> GradientAverages:
+        groups = self._processes.groups
+        assert groups is not None and groups.reductions is not None, "there are replicas"
+        cap = bucket_bytes(self._ddp)
+        return GradientAverages(stages, groups.reductions, groups.lifeline, cap, **options)
+
+    # In a step.
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which DistributedDataParallel may wait for the other replicas."""
+        if self._processes.across is None or not self.is_due:
+            return nullcontext()
+        self._waits += 1
+        ranks = self._processes.everyone.ranks
+        return OWN.within("replicas", self._waits, ranks, "a step of all replicas")
+
+    def accumulating(self) -> Manager:
+        """A ``with`` block whose backwards are not the last before the optimizer's step."""
+        return Journal().changed([(Attributes(self), "_accumulates", True)])
+
+    @contextmanager
+    def leaving_early(self, *, loss: Tensor | None = None, adds: bool = True) -> Iterator[None]:
+        """A ``with`` block in which the gradients of stages leave early.
+
+        Args:
+            loss: The loss whose backward runs; None for a training step.
+            adds: Whether its gradients are added to those of steps before.
+        """
+        by_trainer = Journal().changed([(Attributes(self), "_in_backward", loss is not None)])
+        with by_trainer, self._leaving_early(loss, adds=adds):
+            yield
+
+    @contextmanager
+    def _leaving_early(self, loss: Tensor | None, *, adds: bool) -> Iterator[None]:
+        averages, pipeline = self._averages, self._pipeline
+        if averages is not None:
+            self._sharding.check_hooks(averages.parameters)
+        if loss is None:
+            self._equalise_buffers()
+        if averages is None or not self.is_due:
+            yield
+            return
+        outside: list[Tensor] | None = []
+        if loss is not None and loss.requires_grad:
+            outside = leaves_around(loss) if averages.buckets else []
+            loss.register_hook(partial(_begin_backward, averages))
+        ids = set(map(id, averages.parameters if outside is None else outside))
+        active = loss is not None or self._by_micro_batch
+        with averages.averaging(ids, adds=adds) if active else nullcontext():
+            if pipeline is None or not averages.buckets:
+                yield
+                return
+            with Journal().changed([(Attributes(pipeline.engine), "home", averages)]):
+                yield
+
+    def _equalise_buffers(self) -> None:
+        """Give all replicas the buffers of the first before a step, as the wrapper would do."""
+        module, across = self._buffers_of, self._processes.across
+        if module is None or across is None:
+            return
+        if self._synchronised and self._ddp.get("broadcast_buffers") is not False:
+            equalise_buffers(module, across)
+        self._synchronised = not self._accumulates
+
+    def end(self) -> None:
+        self._early = self._pipeline = self._averages = self._buffers_of = None
+        self._remove_hooks()
+
+
+def _begin_backward(averages: GradientAverages, _: Tensor) -> None:
+    """Average gradients at the end of this backward, before hooks after it, as the wrapper does."""
+    averages.set_aside()
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(averages.finish)
+
+
+def _trainable(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}

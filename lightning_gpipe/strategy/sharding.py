@@ -1,0 +1,145 @@
+"""Sharding: what replicas divide among them, of which each has whole copies otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_gpipe.core.faithful import has_hooks
+from lightning_gpipe.core.frontends import is_in_another_process
+from lightning_gpipe.core.transport import OWN
+from lightning_gpipe.distributed import (
+    OptimizerShards,
+    ReplicaWeights,
+    Shares,
+    bucket_bytes,
+    divisible,
+    drop_values,
+    gather_values,
+)
+from lightning_gpipe.strategy.pipelined import PipelinedModule
+from lightning_gpipe.strategy.processes import Processes
+
+
+class Sharding:
+    """Gives each replica its share of optimizer states, gradients and parameters.
+
+    Args:
+        processes: The processes of the Trainer, whose options say what is divided.
+        ddp: Options of DistributedDataParallel; how much is sent at once is one of them.
+
+    Attributes:
+        shares: The replica of each parameter, from :meth:`begin` to :meth:`end`; None if nothing is
+            divided.
+    """
+
+    def __init__(self, processes: Processes, ddp: Mapping[str, Any] | None) -> None:
+        self.shares: Shares | None = None
+        self._processes = processes
+        self._ddp = dict(ddp or {})
+        self._optimizers: OptimizerShards | None = None
+        self._evaluations = 0  # in steps of which other replicas may wait for parameters, so far
+
+    @property
+    def _of_parameters(self) -> bool:
+        return self._processes.options.divides_parameters
+
+    def gather_parameters(self, module: nn.Module, device: torch.device) -> None:
+        """Give each replica the parameters that a fit before has divided; it has a ``device``.
+
+        That fit may have been of another strategy.
+        """
+        across = self._processes.across
+        if across is None:
+            return
+        lacks_values = any(map(is_in_another_process, module.parameters()))
+        if self._processes.decide(lacks_values, all=False):
+            self._processes.check_same(module)
+            gather_values(module, across, device)
+
+    def divide_parameters(self, module: nn.Module, pipelined: PipelinedModule) -> None:
+        """Divide the parameters of stages among replicas until :meth:`end`, if the user asks.
+
+        Raises:
+            ValueError: If several modules are pipelines.
+        """
+        across, groups = self._processes.across, self._processes.groups
+        if across is None or groups is None or not self._of_parameters:
+            return
+        if len(pipelined.modules) > 1:
+            raise ValueError(
+                "sharding='parameters' is for one pipelined module: got "
+                f"{len(pipelined.modules)}. Name one by module=..., or write sharding='gradients'."
+            )
+        pipeline = pipelined.modules[0].pipeline
+        stages = divisible(module, pipeline.layout)
+        parameters = list(chain.from_iterable(stages.values()))
+        self.shares = shares = self.shares or Shares(across, pipelined.around())
+        shares.keep(parameters)
+        drop_values(module, parameters, shares)
+        options = stages, pipeline.layout, groups.of_weights, shares, groups.lifeline
+        weights = ReplicaWeights(*options, bucket_bytes(self._ddp))
+        pipeline.divide((x for x in parameters if x.is_meta), weights)
+        named = module.named_parameters(remove_duplicate=False)
+        self._processes.kept = {n for n, x in named if shares.keeps(x) and shares.is_own(x)}
+
+    def begin(self, around: Collection[nn.Parameter]) -> None:
+        """Share what the user asks for, until :meth:`end`; all processes have ``around``."""
+        across = self._processes.across
+        self._evaluations = 0
+        if self._processes.options.sharding is not None and across is not None:
+            self.shares = self.shares or Shares(across, around)
+
+    def divide_optimizers(
+        self, optimizers: Sequence[Optimizer], averaging: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Let each replica step its share of the parameters, if there are shares.
+
+        ``averaging`` returns the ``with`` block in which processes wait for those of other
+        replicas.
+        """
+        if self.shares is not None:
+            self._optimizers = OptimizerShards(
+                optimizers,
+                self.shares,
+                averaging,
+                divides_gradients=self._processes.options.divides_gradients,
+            )
+
+    def drop_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """Drop the states of optimizers that other replicas have, as after loading them."""
+        if self._optimizers is not None:
+            for optimizer in optimizers:
+                self._optimizers.drop_states(optimizer)
+
+    def check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse hooks that would see the gradients of one replica only."""
+        shares = self.shares
+        if not self._of_parameters or shares is None:
+            return
+        if any(shares.keeps(each) and has_hooks(each) for each in parameters):
+            raise RuntimeError(
+                "a hook on the gradient of a parameter that replicas divide must be there before "
+                "the fit, so that each replica keeps the parameter: got one that was registered "
+                "later. Register it in configure_model() or setup(), or write "
+                "sharding='gradients'."
+            )
+
+    def in_evaluation(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which a step may wait for parameters of the other replicas."""
+        if self._processes.across is None or not self._of_parameters:
+            return nullcontext()
+        self._evaluations += 1
+        number, ranks = self._evaluations, self._processes.everyone.ranks
+        return OWN.within("evaluations", number, ranks, "an evaluation step of all replicas")
+
+    def end(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.release()
+        self._optimizers = self.shares = None
