@@ -30,7 +30,7 @@ gradient that is averaged at the end of a backward is held until then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -45,12 +45,14 @@ from lightning_gpipe.core.data import shard_of
 from lightning_gpipe.core.faithful import has_hooks, has_memory
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import GradientHome, GradientTransfer
-from lightning_gpipe.core.transport import OutOfStep
+from lightning_gpipe.core.transport import OWN, OutOfStep
 from lightning_gpipe.distributed.buckets import Bucket, buckets_of, wait_for
 from lightning_gpipe.distributed.group import Watcher
 from lightning_gpipe.distributed.shares import Shares, counts, total
 
 Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
+
+_WITHOUT_CALL = ", in a step without a call of the pipeline"
 
 
 def own_parameters(
@@ -157,6 +159,13 @@ class GradientAverages(GradientHome):
 
     def wait(self, works: Sequence[Any]) -> None:
         wait_for(works, self._watcher)
+
+    def wait_for_all(self, works: Iterable[Any]) -> None:
+        """Wait for the averages of a step, which each replica does once."""
+        alone = self._keeps and not self._begun  # others wait for weights of this replica
+        what = f"the gradients of all replicas{_WITHOUT_CALL * alone}"
+        with OWN.next("gradients", dist.get_process_group_ranks(self.group), what):
+            wait_for(works, self._watcher)
 
     def hold(self, parameter: Tensor, gradient: Tensor) -> None:
         """Hold the gradient of a parameter that has no values here, and so no ``.grad``."""
@@ -325,8 +334,8 @@ class _AveragedTransfer(GradientTransfer):
     def receive(self) -> list[Pair]:
         assert self._awaited is None, "all stages have sent their gradients"
         pairs = list(self._own)
+        self._averages.wait_for_all(chain.from_iterable(sent.works for sent in self._sent))
         for sent in self._sent:
-            self._averages.wait(sent.works)
             number, *numbers = sent.notes.tolist()
             if number != self._number * self._averages.group.size():
                 raise OutOfStep(

@@ -21,10 +21,13 @@ from lightning_gpipe.core.faithful import has_hooks
 from lightning_gpipe.core.frontends import forget_values, is_in_another_process, recall, replaceable
 from lightning_gpipe.core.layout import Layout, tensors_within
 from lightning_gpipe.core.run import DividedWeights
+from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed.buckets import buckets_of, wait_for
 from lightning_gpipe.distributed.gradient_averages import own_parameters
 from lightning_gpipe.distributed.group import Watcher
 from lightning_gpipe.distributed.shares import Shares, counts
+
+_WEIGHTS = "the weights that other replicas keep"
 
 
 class ReplicaWeights(DividedWeights):
@@ -74,7 +77,8 @@ class ReplicaWeights(DividedWeights):
         group = self._group_of[worker]
         own = counts(group, [number], self._layout.devices[worker])
         numbers = [torch.empty_like(own) for _ in range(group.size())]
-        wait_for([dist.all_gather(numbers, own, group=group, async_op=True)], self._watcher)
+        with OWN.next("weights", dist.get_process_group_ranks(group), _WEIGHTS):
+            wait_for([dist.all_gather(numbers, own, group=group, async_op=True)], self._watcher)
         return len(set(torch.cat(numbers).tolist())) == 1
 
 

@@ -656,8 +656,7 @@ class GPipeStrategy(ParallelStrategy):
     ) -> Any:
         if self._steps is None:
             return step(*args, **kwargs)
-        with self._sharding.in_evaluation():
-            return self._steps.evaluation(step.__name__, partial(step, *args, **kwargs))
+        return self._steps.evaluation(step.__name__, partial(step, *args, **kwargs))
 
     # Reductions and barriers. The processes of a pipeline are one; replicas differ.
 

@@ -69,7 +69,6 @@ class GradientAveraging:
         self._handles: list[RemovableHandle] = []  # of hooks on gradients
         self._in_backward = False  # of the Trainer
         self._accumulates = False  # whether another backward comes before the optimizer's step
-        self._waits = 0  # in steps, so far
 
     @property
     def without_wrapper(self) -> bool:
@@ -84,7 +83,7 @@ class GradientAveraging:
     def begin(self, pipelined: PipelinedModule) -> None:
         """Average the gradients of a fit of these pipelines, until :meth:`end`."""
         modules = pipelined.modules
-        self._early, self._synchronised, self._waits = None, True, 0
+        self._early, self._synchronised = None, True
         self._pipeline = modules[0].pipeline if len(modules) == 1 else None
         self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
 
@@ -217,9 +216,7 @@ class GradientAveraging:
         """A ``with`` block in which DistributedDataParallel may wait for the other replicas."""
         if self._processes.across is None or not self.is_due:
             return nullcontext()
-        self._waits += 1
-        ranks = self._processes.everyone.ranks
-        return OWN.within("replicas", self._waits, ranks, "a step of all replicas")
+        return OWN.next("replicas", self._processes.everyone.ranks, "a step of all replicas")
 
     def accumulating(self) -> Manager:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""

@@ -34,6 +34,7 @@ from lightning_gpipe.core.faithful import (
     over_replicas,
 )
 from lightning_gpipe.core.frontends import forget_values, recall
+from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed import (
     GradientsAround,
     Group,
@@ -186,6 +187,7 @@ class Replicas:
             self._changes.write(self.world_size_calls.watch(processes.options.replicas))
 
     def end(self) -> None:
+        OWN.forget("replicas", "weights", "gradients")
         self._sharding.end()
         self._averaging.end()
         self._divided, self._undivided = [], {}

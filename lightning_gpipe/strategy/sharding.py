@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.core.faithful import has_hooks
 from lightning_gpipe.core.frontends import is_in_another_process
-from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed import (
     OptimizerShards,
     ReplicaWeights,
@@ -44,7 +43,6 @@ class Sharding:
         self._processes = processes
         self._ddp = dict(ddp or {})
         self._optimizers: OptimizerShards | None = None
-        self._evaluations = 0  # in steps of which other replicas may wait for parameters, so far
 
     @property
     def _of_parameters(self) -> bool:
@@ -92,7 +90,6 @@ class Sharding:
     def begin(self, around: Collection[nn.Parameter]) -> None:
         """Share what the user asks for, until :meth:`end`; all processes have ``around``."""
         across = self._processes.across
-        self._evaluations = 0
         if self._processes.options.sharding is not None and across is not None:
             self.shares = self.shares or Shares(across, around)
 
@@ -130,14 +127,6 @@ class Sharding:
                 "later. Register it in configure_model() or setup(), or write "
                 "sharding='gradients'."
             )
-
-    def in_evaluation(self) -> AbstractContextManager[None]:
-        """A ``with`` block in which a step may wait for parameters of the other replicas."""
-        if self._processes.across is None or not self._of_parameters:
-            return nullcontext()
-        self._evaluations += 1
-        number, ranks = self._evaluations, self._processes.everyone.ranks
-        return OWN.within("evaluations", number, ranks, "an evaluation step of all replicas")
 
     def end(self) -> None:
         if self._optimizers is not None:

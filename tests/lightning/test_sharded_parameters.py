@@ -441,4 +441,57 @@ def test_replica_with_fewer_batches(tmp_path: Path) -> None:
     with new_ranks(2) as ranks:
         errors = [str(x) for x in ranks.outcomes(ended, tmp_path, Classifier, Longer)]
 
-    assert any("a step of all replicas" in error for error in errors), errors
+    assert any("the gradients of all replicas" in error for error in errors), errors
+
+
+# A step that one replica alone runs in another way: others would wait for its weights.
+
+
+class Alone(Classifier):
+    """Runs its second training step in another way in the second replica."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy: Any = self.trainer.strategy
+        if batch_idx == 1 and strategy.data_parallel_rank == 1:
+            return self.other_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def other_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return a loss without a call of the pipeline."""
+        return self.head(batch[0][:, :1].double().expand(-1, 8)).square().mean()
+
+
+class CallsTwice(Alone):
+    def other_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]) + self(2 * batch[0]), batch[1])
+
+
+class Evaluates(Alone):
+    """Leaves out its last evaluation in place of a training step."""
+
+    def other_step(self, batch: Any, batch_idx: int) -> Any:
+        return Classifier.training_step(self, batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy: Any = self.trainer.strategy
+        if not batch_idx or strategy.data_parallel_rank == 0:
+            super().validation_step(batch, batch_idx)
+
+
+CALL = "rank 0 waits for the weights that other replicas keep (at "
+APART = {
+    Alone: (CALL, "rank 1 waits for the gradients of all replicas, in a step without a call of"),
+    CallsTwice: (CALL.replace("0", "1"), "rank 0 waits for the gradients of all replicas (at "),
+    Evaluates: (CALL, "rank 1 waits for "),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_step_of_one_replica_alone(tmp_path: Path, kind: type[Alone]) -> None:
+    """Once the others waited for as long as the timeout, half an hour."""
+    with new_ranks(2) as ranks:
+        errors = [str(x) for x in ranks.outcomes(ended, tmp_path, kind, Halves)]
+
+    for error in errors:
+        assert error.startswith("OutOfStep | all processes must do the same in the same order")
+        assert all(part in error for part in APART[kind]), error

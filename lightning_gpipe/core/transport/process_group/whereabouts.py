@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -100,6 +100,15 @@ class OwnWhereabouts:
             yield
         finally:
             self.end(group)
+
+    def next(self, group: str, ranks: Sequence[int], purpose: str) -> AbstractContextManager[None]:
+        """A ``with`` block that is the next operation of a group since :meth:`forget`."""
+        return self.within(group, self._begun.get(group, 0) + 1, ranks, purpose)
+
+    def forget(self, *groups: str) -> None:
+        """Number the operations of these groups from the first one again."""
+        for group in groups:
+            self._begun.pop(group, None)
 
     def begin(self, group: str, number: int, ranks: Sequence[int], purpose: str) -> None:
         """Begin an operation, until :meth:`end`."""
