@@ -523,7 +523,7 @@ class GPipeStrategy(ParallelStrategy):
     def _last_outputs(self, piped: PipelinedModule) -> LastOutputs:
         module, group, changes = self._root, self.pipeline_group, self._changes
         told = piped.modules[0], piped.inner, group, self._replicas.at_ends
-        inner = InnerProcesses(module, *told, changes)
+        inner = InnerProcesses(module, *told, changes, have_batches=self._has_batch_hooks)
         return LastOutputs(module, piped.pipeline, inner, changes, self._processes.explain)
 
     @override
@@ -546,11 +546,16 @@ class GPipeStrategy(ParallelStrategy):
         predicts = trainer.state.fn == TrainerFn.PREDICTING
         if predicts or not self._processes.at_last or piped is None or steps is None:
             return None
-        data = trainer.datamodule  # type: ignore[attr-defined]  # a connector sets it
-        if not piped.inner or steps.verifies or has_batch_hooks(self._root, data):
+        if not piped.inner or steps.verifies or self._has_batch_hooks:
             return None
         shards = self.options.tensor_parallel
         return {place * shards + k for place in piped.ends for k in range(shards)}
+
+    @property
+    def _has_batch_hooks(self) -> bool:
+        """True if the user's code changes batches, for which all processes have them."""
+        data = self._root.trainer.datamodule  # type: ignore[attr-defined]  # a connector sets it
+        return has_batch_hooks(self._root, data)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

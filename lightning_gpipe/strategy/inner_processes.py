@@ -66,6 +66,7 @@ class InnerProcesses:
 
     Attributes:
         some: Whether there are any.
+        have_batches: Whether those between have the values of each batch.
         lasting: Whether all processes have run the code of the latest step up to its call, and will
             run it for another one like it, too.
     """
@@ -86,12 +87,15 @@ class InnerProcesses:
         self._places, self._group, self._at_ends = places, group, at_ends
         self.some = bool(places)
         self.lasting = False
+        *,
+        have_batches: bool = False,
         self._calls = 0  # of which the first stage's process has told
         self._programs: dict[int, Program] = {}  # by the numbers of calls for which all made them
         self._call: Mapping[str, Any] | None = None  # the latest one; None if there is none
         self._known = True  # whether this process knows what runs in the present call
         self._begun = False  # whether all run the code, of whose call nothing is known yet
         self._random: RandomState | None = None  # before the step
+        self._have_batches = have_batches
         self._context: Context | None = None
         self._given: Any = None  # the arguments of the step
         self._versions: list[tuple[Tensor, int]] = []  # of the tensors in them
@@ -242,7 +246,8 @@ class InnerProcesses:
             )
         assert self._group is not None, "several processes are connected"
         lent = [parameter.detach() for parameter in self._at_ends()]
-        self._group.hand((*self._given, lent), self._places, _BATCH)
+        given = ((), {}) if self._have_batches else self._given
+        self._group.hand((*given, lent), self._places, _BATCH)
 
     # In those between.
 

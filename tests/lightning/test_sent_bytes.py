@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.lightning_modules import Data
 from tests.support.ranks import new_ranks
@@ -174,3 +175,49 @@ def test_embedding_is_sent_between_two_processes(tmp_path: Path, schedule: str, 
     assert all(least < LITTLE for least, _ in inner)
     assert 0.7 < first[1] / EMBEDDING < 1.3
     assert 0.7 < last[1] / EMBEDDING < 1.3 if tied else last[0] < LITTLE
+
+
+# Batches.
+
+WORDS = 2**14  # of a row
+BATCH = 8 * WORDS * 8  # bytes
+
+
+class Setting(Growing):
+    """Sets an attribute of a layer in each step, so that all processes run it up to its call."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        vars(self.layers[1])["step"] = float(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class Changing(Setting):
+    """Has a hook that changes batches, so that all processes have them."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 1, batch[1]]
+
+
+def with_batches(root: Path, kind: type[Growing]) -> float:
+    """The mean of the bytes that are sent in a step."""
+    torch.manual_seed(0)
+    counter, model = Counter(), kind(3, SMALL)
+    strategy = {"chunks": 2, "outputs": "last", "verify": False}
+    made = trainer_over(
+        root, "per_stage", [1, 1, 1], strategy, (3, 1), callbacks=[counter], max_epochs=1
+    )
+    data = TensorDataset(torch.ones(64, 6).double(), torch.ones(64, WORDS).double())
+    made.fit(model, DataLoader(data, batch_size=8))
+    return (counter.sent[-1] - counter.sent[0]) / (len(counter.sent) - 1)
+
+
+@pytest.mark.parametrize("kind, times", [(Growing, 1), (Setting, 2), (Changing, 2)])
+def test_batch_is_sent_once_to_each_process_that_needs_it(
+    tmp_path: Path, kind: type[Growing], times: int
+) -> None:
+    """Once it was handed again to those that had it."""
+    with new_ranks(3) as ranks:
+        last, inner, first = ranks.run(with_batches, tmp_path, kind)
+
+    assert times - 0.3 < last / BATCH < times + 0.3
+    assert inner + first < LITTLE
