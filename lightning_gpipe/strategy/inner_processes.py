@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, wraps
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -39,10 +40,12 @@ from lightning_gpipe.core.faithful import (
     Manager,
     RandomState,
     record,
+    version_of,
 )
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run import ValuesOnLayers
+from lightning_gpipe.core.transport import BY_EARLIER_STEPS, OutOfStep
 from lightning_gpipe.distributed import Group, is_without_values
 
 _STEPS = "training_step", "validation_step", "test_step"
@@ -50,6 +53,7 @@ _PROGRAMS = 64  # in memory
 _BATCH = "a batch for a new program"
 
 Step = Callable[..., Any]
+_Mark = tuple[int, bool]  # the version of a tensor, and whether it requires a gradient
 
 
 class InnerProcesses:
@@ -62,11 +66,15 @@ class InnerProcesses:
         group: The processes of the pipeline.
         at_ends: Returns the parameters around the pipeline that those between have on meta, and
             code before a call may use.
+        have_batches: Whether those between have the values of each batch.
         changes: Records the steps that are replaced until teardown.
 
     Attributes:
         some: Whether there are any.
-        have_batches: Whether those between have the values of each batch.
+        left: What the code has left to layers before its call, see :attr:`ValuesOnLayers.numbers`;
+            None if this process has not run it.
+        calls: The checksums of the programs of the step's calls, one for each micro-batch with a
+            loss.
         lasting: Whether all processes have run the code of the latest step up to its call, and will
             run it for another one like it, too.
     """
@@ -79,30 +87,36 @@ class InnerProcesses:
         group: Group | None,
         at_ends: Callable[[], Sequence[nn.Parameter]],
         changes: Journal,
+        *,
+        have_batches: bool = False,
     ) -> None:
         self._module = module
         self._piped = piped
         self._engine = piped.pipeline.engine
         self._layout = layout = self._engine.layout
         self._places, self._group, self._at_ends = places, group, at_ends
+        self._have_batches = have_batches
         self.some = bool(places)
         self.lasting = False
-        *,
-        have_batches: bool = False,
-        self._calls = 0  # of which the first stage's process has told
+        self.left: dict[str, list[Any]] | None = None
+        self.calls: list[int] = []
+        self._told = 0  # calls of which the first stage's process has told
         self._programs: dict[int, Program] = {}  # by the numbers of calls for which all made them
         self._call: Mapping[str, Any] | None = None  # the latest one; None if there is none
         self._known = True  # whether this process knows what runs in the present call
         self._begun = False  # whether all run the code, of whose call nothing is known yet
         self._random: RandomState | None = None  # before the step
-        self._have_batches = have_batches
         self._context: Context | None = None
+        self._elsewhere: dict[str, Tensor] = {}  # of layers of other processes
+        self._marks: list[_Mark] = []  # of these before the step, and at its call
+        self._edits = False  # whether the code edits some of them
         self._given: Any = None  # the arguments of the step
         self._versions: list[tuple[Tensor, int]] = []  # of the tensors in them
         inner = [layout.partitions[j] for j in range(layout.n) if layout.owner_of(j) in places]
-        self._values = ValuesOnLayers(inner, piped.frontend.variables)
-        if not places:
-            return
+        ends = [partition for partition in layout.partitions if partition not in inner]
+        self._values, self._values_at_ends = (
+            ValuesOnLayers(partitions, piped.frontend.variables) for partitions in (inner, ends)
+        )
         steps = {name: getattr(module, name) for name in _STEPS if is_overridden(name, module)}
         around = self._told_step if layout.rank in places else self._watched
         changes.write((vars(module), name, around(x)) for name, x in steps.items())
@@ -112,6 +126,7 @@ class InnerProcesses:
         """Begin a step, in all processes."""
         self._known, self._begun, self.lasting = not self.some, False, False
         self._call, self._context = None, None
+        self.left, self.calls = None, []
         if self.some and self._layout.first_here:
             self._random = RandomState.capture()
 
@@ -119,13 +134,16 @@ class InnerProcesses:
         """End a step; those between are told if it has not called the pipeline."""
         if not self._known:
             self._share(lambda: None)
+        if self._layout.last_here and len(self.calls) == 1:
+            self._refuse_edits()
         self._values.end()
+        self._values_at_ends.end()
         self._given, self._versions = None, []
 
     def _share(self, describe: Callable[[], Mapping[str, Any] | None]) -> None:
         """Let the process of the first stage tell all what runs, and hand them the batch."""
         self._known = True
-        self._calls += 1
+        self._told += 1
         self._call = call = self._engine.everywhere(0, describe)
         if call is None:
             return
@@ -143,6 +161,30 @@ class InnerProcesses:
         call = self._call
         return self._known and (call is None or (not call["runs"] and call["number"] == 0))
 
+    def compare(self, left: Mapping[str, Any] | None, calls: Sequence[int]) -> None:
+        """Compare :attr:`left` and :attr:`calls` with those in the process of the last stage.
+
+        Raises:
+            OutOfStep: If they differ.
+        """
+        for i, (own, other) in enumerate(zip(self.calls, calls, strict=False)):
+            if own != other:
+                raise OutOfStep(
+                    "a step must make the same calls of layers in all processes that run it: got "
+                    f"others, or other numbers in these, for micro-batch {i} than in the process "
+                    f"of the last stage.{BY_EARLIER_STEPS}"
+                )
+        if left is None or self.left is None:
+            return
+        for name in {**left, **self.left}:
+            here, there = self.left.get(name), left.get(name)
+            if repr(here) != repr(there):  # as that of no number is
+                raise OutOfStep(
+                    "a step must leave the same values to layers in all processes that run it: got "
+                    f"{here} for {name} where it is {there} in the process of the last stage."
+                    f"{BY_EARLIER_STEPS}"
+                )
+
     # In the process of the first stage, and in that of the last, where it is another one.
 
     def _watched(self, own: Step) -> Step:
@@ -150,18 +192,50 @@ class InnerProcesses:
 
         @wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
+            if self._engine.at_last is not None:  # not in a verification
+                self._look()
             if self._engine.at_last is not None and not self._repeats:
-                self._engine.at_last.before_answer = self._run_in_all  # not in a verification
+                self._engine.at_last.before_answer = self._run_in_all
                 self._known = self._begun = False
-                if self._context is None and self._layout.first_here:
-                    self._context = Context.capture(self._layout.devices_here)
-                    self._values.begin()
                 self._versions = []
                 # Its containers are others, which the code does not change.
                 self._given = map_tensors(self._noted, (args, kwargs))
             return own(*args, **kwargs)
 
         return step
+
+    def _look(self) -> None:
+        """Look at the layers before the code of a step runs for the first micro-batch."""
+        if self._context is None:
+            self._context = Context.capture(self._layout.devices_here)
+            self._values.begin()
+            self._values_at_ends.begin()
+            self._elsewhere = self._elsewhere or dict(self._tensors_elsewhere())
+            self._marks = self._marks_now()
+
+    def _tensors_elsewhere(self) -> Iterator[tuple[str, Tensor]]:
+        for j, partition in enumerate(self._layout.partitions):
+            for title, layer in zip(partition.titles, partition.layers, strict=True):
+                if j not in self._layout.stages_here:
+                    tensors = layer.named_parameters(), layer.named_buffers()
+                    yield from (
+                        (f"{name} of {title}", x) for name, x in chain(*tensors) if x.is_meta
+                    )
+
+    def _marks_now(self) -> list[_Mark]:
+        return [(version_of(x), x.requires_grad) for x in self._elsewhere.values()]
+
+    def _refuse_edits(self) -> None:
+        """Refuse edits that the code has made after its call, in this process alone."""
+        now = zip(self._elsewhere, self._marks_now(), strict=True)
+        edited = (name for (name, one), other in zip(now, self._marks, strict=True) if one != other)
+        if (name := next(edited, None)) is not None:
+            raise RuntimeError(
+                "a step must not edit parameters or buffers of layers after its call of the "
+                "pipeline, where it goes on in the process of the last stage only: got an edit of "
+                f"{name}. Edit them before the call or in on_train_batch_end, or write "
+                "outputs='all'."
+            )
 
     def _noted(self, tensor: Tensor) -> Tensor:
         self._versions.append((tensor, -1 if tensor.is_inference() else tensor._version))
@@ -179,13 +253,17 @@ class InnerProcesses:
         step = self._engine.at_last
         if step is None:
             return
+        self.calls.append(program.checksum)
         if not self._known:
             self._share(partial(self._describe, program, values, chunks))
+        if self.left is None:  # in the process of the first stage it is known by now
+            self._leaves_something()
         call = self._call
-        assert call is not None, "the pipeline is called"
+        if call is None:  # there are no processes between
+            return
         step.told = not call["runs"]
         if call["runs"] and not call["lasting"]:
-            record(self._programs, self._calls, program, _PROGRAMS)
+            record(self._programs, self._told, program, _PROGRAMS)
 
     def _describe(
         self, program: Program, values: Sequence[Any], chunks: int | None
@@ -219,9 +297,14 @@ class InnerProcesses:
         if before is None:  # the user calls the pipeline in another way
             return False
         here = Context.capture(self._layout.devices_here)
-        self._values.at_call(0, before.variables, here.variables)
+        for values in (self._values, self._values_at_ends):
+            values.at_call(0, before.variables, here.variables)
+        self.left = self.left or {**self._values.numbers, **self._values_at_ends.numbers}
+        marks = self._marks_now()
+        self._edits |= marks != self._marks
+        self._marks = marks
         same = before.saves_as_here and not before.missing()
-        return bool(self._values.left) or not same
+        return bool(self._values.left) or self._edits or not same
 
     def _is_large(self, program: Program, values: Sequence[Any], chunks: int | None) -> bool:
         """Return whether one of these processes would get more bytes than its batch has."""
@@ -237,7 +320,7 @@ class InnerProcesses:
         return max(sent.values(), default=0) > sum(bytes_of(x) for x, _ in self._versions)
 
     def _hand(self) -> None:
-        """Hand the batch to those between, and the parameters that they lack."""
+        """Hand the batch to those between, if they lack it, and parameters that they lack."""
         if any(not x.is_inference() and x._version != before for x, before in self._versions):
             raise RuntimeError(
                 "a step must not edit its batch in place before its call of the pipeline, where "
@@ -269,6 +352,7 @@ class InnerProcesses:
                 if is_without_values((args, kwargs)):
                     args, kwargs = move_data_to_device((given, named), self._layout.outside)
                 with self._borrowed(lent):
+                    self._look()
                     return own(*args, **kwargs)
             RandomState.capture().follow(call["random"])
             program = dict(self._numbered())[call["number"]]

@@ -4,7 +4,7 @@ With ``outputs="last"`` the user's step runs up to its call of the pipeline in a
 need it, see :mod:`.inner_processes`. It goes on from there in the process of the last stage only,
 which is the first of the Trainer, where loggers write. Lightning's loop runs in all processes,
 which must do the same after the step. So the first one tells them the loss, what the step logged,
-and which buffers and random generators it changed; nothing is computed again.
+and which buffers, random generators and numbers on modules it changed; nothing is computed again.
 
 A metric of the module has seen all rows in the first process only, which computes it for all.
 """
@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from numbers import Number
+from operator import is_
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins import Precision
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.core.faithful import BufferState, Journal, RandomState
 from lightning_gpipe.core.pipeline import GPipe
@@ -33,18 +34,34 @@ from lightning_gpipe.strategy.inner_processes import InnerProcesses
 _SIGNATURE = inspect.signature(L.LightningModule.log)
 _REDUCTIONS = "mean", "min", "max", "sum"
 
+_SMALL = 64  # elements of a tensor
+_UNSET = object()
+
 Call = dict[str, Any]  # the arguments of a call of log
 
 
 class _State(NamedTuple):
-    """The state around the stages before a step, which may change it."""
+    """The state before a step, which may change it.
+
+    Attributes:
+        random: The states of the random generators.
+        buffers: The buffers around the stages.
+        attributes: The attributes of each module, and what they are now.
+    """
 
     random: RandomState
     buffers: BufferState
+    attributes: list[tuple[str, dict[str, Any], dict[str, Any]]]
 
-    @classmethod
-    def capture(cls, modules: Iterable[nn.Module]) -> _State:
-        return cls(RandomState.capture(), BufferState(list(modules)))
+    def changed_values(self) -> list[tuple[str, str, Any]]:
+        """Return what is assigned to attributes since, if other processes are told of it."""
+        return [
+            (path, name, value)
+            for path, before, now in self.attributes
+            if len(before) != len(now) or not all(map(is_, before.values(), now.values()))
+            for name, value in now.items()
+            if before.get(name, _UNSET) is not value and _is_told(value)
+        ]
 
 
 class LastOutputs:
@@ -93,6 +110,8 @@ class LastOutputs:
             for each in layer.modules()
         }
         self._modules = {path: each for path, each in module.named_modules() if each not in inside}
+        metrics = Metric, MetricCollection  # which have states of their own
+        self._all = {p: x for p, x in module.named_modules() if not isinstance(x, metrics)}
         self._metrics = {p: each for p, each in self._modules.items() if isinstance(each, Metric)}
         self._logs: dict[str, Callable[..., None]] = {}
         for path, each in self._modules.items():
@@ -136,7 +155,7 @@ class LastOutputs:
                 "outputs='last' needs automatic optimization: got automatic_optimization=False, "
                 "with which training_step itself calls backward. Write outputs='all'."
             )
-        before = _State.capture(self._modules.values()) if self._engine.layout.last_here else None
+        before = self._state() if self._engine.layout.last_here else None
         self._calls, result = [], None
         try:
             with self._engine.outputs_at_last() as self._step:
@@ -156,6 +175,10 @@ class LastOutputs:
             self._replay(self._calls)
         return result
 
+    def _state(self) -> _State:
+        attributes = [(path, dict(vars(x)), vars(x)) for path, x in self._all.items()]
+        return _State(RandomState.capture(), BufferState(list(self._modules.values())), attributes)
+
     def _outcome(self, step: StepAtLast, result: Any, before: _State | None) -> Mapping[str, Any]:
         """Return what the other processes must know of a step."""
         assert before is not None, "it is called in the first process"
@@ -173,14 +196,20 @@ class LastOutputs:
                 (path_of[owner], name, owner._buffers[name])
                 for owner, name in before.buffers.changed
             ],
+            "attributes": before.changed_values(),
             "random": before.random.changes(),
+            "left": self._inner.left,
+            "layers": self._inner.calls,
         }
 
     def _follow(self, step: StepAtLast, outcome: Mapping[str, Any], result: Any) -> Any:
         """Do what the first process has done after its call; return the result of the step."""
+        self._inner.compare(outcome["left"], outcome["layers"])
         RandomState.capture().follow(outcome["random"])
         for path, name, value in outcome["buffers"]:
             self._modules[path]._buffers[name] = value
+        for path, name, value in outcome["attributes"]:
+            vars(self._all[path])[name] = value
         for path, count in outcome["updates"].items():
             self._metrics[path]._update_count = count
         loss = outcome["loss"]
@@ -255,6 +284,13 @@ class LastOutputs:
             return self._engine.everywhere(self._engine.layout.n - 1, explained)
         finally:
             self._computes = False
+
+
+def _is_told(value: Any) -> bool:
+    """Return whether other processes are told of a value: a number, string, or small tensor."""
+    if type(value) is Tensor:
+        return not value.requires_grad and value.numel() <= _SMALL
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _name_of(reduction: Callable[..., Any], logged: str) -> str:

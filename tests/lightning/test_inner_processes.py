@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_gpipe import collect_loss_terms, loss_term, whole
 from tests.lightning.test_last_outputs import Everything, Tied, check_fit
 from tests.support.lightning_modules import Classifier, Data
+from tests.support.processes import said
 from tests.support.ranks import Pool, Ranks
 from tests.support.trainers import trainer_over
 
@@ -284,9 +285,76 @@ class LeavingLater(Leaving):
         return Everything.training_step(self, batch, batch_idx)
 
 
+class Clamping(Everything):
+    """Edits the weight of a layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.get_parameter("layers.2.weight").clamp_(-0.2, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
+class Freezing(Everything):
+    """Trains a layer in the first steps only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.layers[2].requires_grad_(self.global_step < 2)
+        return super().training_step(batch, batch_idx)
+
+
+class Filling(Everything):
+    """Edits a buffer of a layer from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = Buffered(8, 8).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step:
+            self.get_buffer("layers.2.factor").fill_(1.0 / self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+class Buffered(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.get_buffer("factor")
+
+
+class ScalingLater(Leaving):
+    """Sets an attribute of a layer after the call, for the next step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outcome = Everything.training_step(self, batch, batch_idx)
+        vars(self.layers[2])["scale"] = 1.0 + 0.5 * self.global_step
+        return outcome
+
+
+class Smoothing(Everything):
+    """Keeps a mean of its losses as a tensor, by which it weights the next step's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smooth = torch.ones((), dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outcome = super().training_step([batch[0] * self.smooth, batch[1]], batch_idx)
+        self.smooth = 0.5 * self.smooth + 0.5 * outcome["loss"].detach()
+        return outcome
+
+
 @pytest.mark.parametrize(
     "kind, schedule",
     [
+        (Clamping, "fill_drain"),
+        (Freezing, "fill_drain"),
+        (Freezing, "1f1b"),
+        (Filling, "fill_drain"),
+        (ScalingLater, "fill_drain"),
+        (Smoothing, "fill_drain"),
         (Leaving, "fill_drain"),
         (Leaving, "1f1b"),
         (Setting, "fill_drain"),
@@ -299,3 +367,24 @@ def test_steps_that_leave_something_to_layers(
     tmp_path: Path, four_ranks: Pool, kind: type[Classifier], schedule: str
 ) -> None:
     check_fit(tmp_path, four_ranks, "per_stage", schedule, kind, {}, FOUR["per_stage"])
+
+
+class ClampingLater(Everything):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outcome = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.get_parameter("layers.2.weight").clamp_(-0.2, 0.2)
+        return outcome
+
+
+def refused(root: Path) -> str:
+    strategy = {"outputs": "last", "chunks": 2, "verify": False}
+    made = trainer_over(root, "per_stage", [2, 2, 2], strategy, (3, 1), max_epochs=1)
+    return said(lambda: made.fit(ClampingLater(), datamodule=Data()))
+
+
+def test_weight_that_is_edited_in_one_process(tmp_path: Path, three_ranks: Ranks) -> None:
+    """Once the process that has it kept it as it was."""
+    for error in three_ranks.run(refused, tmp_path):
+        assert "a step must not edit parameters or buffers of layers after its call" in error
+        assert "weight of layers.2" in error

@@ -312,16 +312,17 @@ class Ending(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open, self.most = 0, 0
+        self.counts = {"open": 0, "most": 0}  # of this process: others are told of numbers
         self.ends: list[tuple[bool, bool]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.open += 1
-        self.most = max(self.most, self.open)
+        counts = self.counts
+        counts["open"] += 1
+        counts["most"] = max(counts.values())
         try:
             return super().training_step(batch, batch_idx)
         finally:
-            self.open -= 1
+            counts["open"] -= 1
             self.ends.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
 
 
@@ -338,7 +339,7 @@ def ends_of_blocks(root: Path) -> tuple[int, int, list[tuple[bool, bool]]]:
     )
     model = Ending()
     made.fit(model, datamodule=Data())
-    return model.open, model.most, model.ends
+    return model.counts["open"], model.counts["most"], model.ends
 
 
 def test_blocks_around_calls_end_in_the_state_of_the_step(tmp_path: Path, two_ranks: Pool) -> None:

@@ -48,6 +48,7 @@ from lightning_gpipe.core.transport.process_group.connecting.signed_store import
     make_token,
     signature,
 )
+from lightning_gpipe.core.transport.process_group.mismatch import BY_EARLIER_STEPS
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
 from lightning_gpipe.core.transport.process_group.tree import Tree
 from lightning_gpipe.core.transport.process_group.whereabouts import (
@@ -65,6 +66,7 @@ from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
 
 __all__ = [
     "BETWEEN",
+    "BY_EARLIER_STEPS",
     "NO_RUN",
     "OBSERVED",
     "OWN",

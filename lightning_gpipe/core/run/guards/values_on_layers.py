@@ -95,6 +95,14 @@ class ValuesOnLayers:
         variables = self._variables - self._others
         return [*self._places, *(f"context variable {x.name}" for x in variables)]
 
+    @property
+    def numbers(self) -> dict[str, list[Any]]:
+        """The numbers and strings among what the code has left for micro-batch 0, by name."""
+        found = {
+            name: [x for x in v if not isinstance(x, Tensor)] for name, v in self._first.items()
+        }
+        return {name: items for name, items in found.items() if items}
+
     def at_end(self, i: int) -> None:
         """Raise RuntimeError if they are others at the end of the code for micro-batch ``i``."""
         values = {name: _values(place) for name, place in self._places.items()}

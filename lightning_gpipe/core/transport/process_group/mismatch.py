@@ -14,6 +14,12 @@ PHASES = {  # of a mini-batch, and exchanges outside of one
     NO_RUN: "a step without a pipeline",
 }
 
+BY_EARLIER_STEPS = (
+    " With outputs='last' a step must not go by what earlier ones have left in an object, nor one "
+    "for a micro-batch by those before, since not all processes have run these: keep it as a "
+    "number on the module, or count in on_train_batch_start, or write outputs='all'."
+)
+
 
 def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequence[str]) -> str:
     """Return an error message that says what the other process did, and what this one did."""
@@ -21,7 +27,7 @@ def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequen
         theirs, ours = (Label(phase=label.phase, step=label.step) for label in (theirs, ours))
     details = "".join(f", {text}" for text in _others(theirs, ours))
     they, we = _described(theirs, ours, pipelines), _described(ours, theirs, pipelines)
-    cure = _AT_LAST if ours.at_last and theirs.program != ours.program else ""
+    cure = BY_EARLIER_STEPS if ours.at_last and theirs.program != ours.program else ""
     return (
         "all processes of a pipeline must run the same mini-batches in the same order, in the same "
         f"mode and with the same random numbers: {them} runs {they}, and {us} "
@@ -63,11 +69,6 @@ def _training(value: int) -> str:
     return f"with {number or 'no'} module{'s' * (number > 1)} in training mode"
 
 
-_AT_LAST = (
-    " With outputs='last' a step must not go by what earlier ones have left on a module, such as a "
-    "count of its calls, since not all processes have run these: count in on_train_batch_start, or "
-    "write outputs='all'."
-)
 _COUNT = 32  # the bits below the number of modules in training mode
 _MODES: dict[str, Callable[[int], str]] = {
     "training": _training,
