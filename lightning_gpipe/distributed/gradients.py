@@ -60,8 +60,7 @@ class SameParameters:
         self._around_ids = {id(parameter) for parameter in around}
         self._plugin = plugin
         self._changes = Journal()
-        for parameter in around:
-            group.overwrite(shard_of(parameter))
+        group.equalise(list(map(shard_of, around)), "parameters around the pipeline")
         self._changes.write([(vars(plugin), "clip_grad_by_norm", self._clip)])
         if replica is not None and replica is not group:  # there are shards of parameters
             self._changes.write([(vars(plugin), "clip_grad_by_value", self._clip_by_value)])
@@ -84,18 +83,8 @@ class SameParameters:
         if self._parts is not None:
             return self._parts.add_up(called=called, alone=alone)
         gradients = [shard_of(p.grad) for p in self._around if p.grad is not None]
-        for dtype in dict.fromkeys(each.dtype for each in gradients):
-            self._overwrite([each for each in gradients if each.dtype == dtype])
+        self._group.equalise(gradients, "gradients of parameters around the pipeline")
         return []
-
-    def _overwrite(self, tensors: Sequence[Tensor]) -> None:
-        """Give tensors of one dtype the values that they have in the first process, at once."""
-        flat = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors])
-        self._group.overwrite(flat)
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True) if self._group.rank else ():
-            with torch.no_grad():
-                tensor.copy_(part.view(tensor.shape))
 
     def release(self) -> None:
         """Restore the methods of the plugin and its scaler."""

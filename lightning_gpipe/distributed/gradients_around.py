@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_gpipe.distributed.group import Group
+from lightning_gpipe.distributed.group import Group, in_messages
 from lightning_gpipe.distributed.shares import Shares
 
 _WHAT = "the gradients around the pipeline"
@@ -118,7 +118,8 @@ class GradientsAround:
             parts_at_both = bool(at_last) or self._replicas > 1
             used.setdefault((home, parts_at_both, parameter.dtype), []).append(parameter)
         for (home, both, _), parameters in used.items():
-            self._add(home, parameters, both=both)
+            for together in in_messages(parameters):
+                self._add(home, together, both=both)
         for parameter in self._around:
             if (earlier := self._earlier.pop(id(parameter), None)) is not None:
                 parameter.grad = earlier
@@ -153,11 +154,13 @@ class GradientsAround:
     def _add_at_last(self, home: Home, parameters: Sequence[nn.Parameter], *, both: bool) -> None:
         if home is Home.LAST and self._across is None:
             return  # they are whole
-        flat = _flat(parameters)
-        if home is Home.ENDS:
-            at_first = torch.empty_like(flat)
-            self._send(at_first, self._first, 0)
-            flat += at_first
+        if home is Home.LAST:
+            flat = _flat(parameters)
+        else:
+            flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+            self._send(flat, self._first, 0)
+            if any(p.grad is not None for p in parameters):
+                flat += _flat(parameters)
         if self._across is not None:
             device = parameters[0].device
             on_device = flat.to(device)
@@ -178,13 +181,18 @@ class GradientsAround:
             if self._shares is not None and not self._shares.is_own(parameter):
                 parameter.grad = None
                 continue
-            gradient = total.view(parameter.shape).to(parameter.device, copy=True)
+            several = len(parameters) > 1  # whose gradients must not share memory
+            gradient = total.view(parameter.shape).to(parameter.device, copy=several)
             earlier = self._earlier.pop(id(parameter), None)
             parameter.grad = gradient if earlier is None else earlier + gradient
             self._totals[id(parameter)] = parameter.grad
 
 
 def _flat(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the gradients of some parameters on the CPU, one after another; zeros for none."""
-    parts = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
-    return torch.cat([part.detach().cpu().reshape(-1) for part in parts])
+    """Return the gradients of some parameters on the CPU, one after another; zeros for none.
+
+    That of a single one is not copied.
+    """
+    some = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+    parts = [gradient.detach().cpu().reshape(-1) for gradient in some]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -8,12 +8,12 @@ thousand of them meet in eight rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,14 @@ from lightning_gpipe.core.transport import (
     set_connected,
     users_line,
 )
+from lightning_gpipe.distributed.checksum import checksum
 
 FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
 _POLL = 0.1  # seconds
 _DIGEST = 7  # bytes
-_MOST = 8  # processes in a message
+_MOST = 8  # processes in an error message
+_MESSAGE = 2**25  # bytes, unless one tensor has more
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 _LAST = "the last process to "  # what each waits for, where they only meet
 
 
@@ -95,8 +98,10 @@ class Group:
             abort_group(self.process_group)
 
     @contextmanager
-    def waiting_for(self, what: str) -> Iterator[None]:
+    def waiting_for(self, what: str, content: Any = None) -> Iterator[bool]:
         """A ``with`` block that is one operation of all processes, which compare what it is for.
+
+        Its value is True if the ``content``, which has a ``repr``, is the same in all of them.
 
         Raises:
             RankFailed: If one has failed; names it, and what was awaited.
@@ -107,8 +112,7 @@ class Group:
         began = time.monotonic()
         try:
             with OWN.within(self._name, self._operations, self.ranks, what):
-                self._compare(what)
-                yield
+                yield self._compare(what, repr(content))
         except RuntimeError as error:
             if isinstance(error, RankFailed | OutOfStep):
                 raise
@@ -134,9 +138,12 @@ class Group:
                 raise failure from error
             raise RankFailed(f"{failure}, while {what} was awaited") from error
 
-    def _compare(self, what: str) -> None:
-        if self._is_same(what):
-            return
+    def _compare(self, what: str, content: str) -> bool:
+        """Raise unless the purpose is the same in all processes; return whether the content is."""
+        own = torch.tensor([_digest_of(what), _digest_of(content)])
+        same_purpose, same_content = self._are_same(own).tolist()
+        if same_purpose:
+            return bool(same_content)
         # At once: one that has failed knows of no other failure, and would go on alone.
         everyone = self._collect((what, users_line()))
         if (failure := self._failure(_POLL)) is not None:
@@ -150,12 +157,10 @@ class Group:
             f"all processes must do the same in the same order: {', '.join(described)}. {SAME_CODE}"
         )
 
-    def _is_same(self, text: str) -> bool:
-        """Return True if all processes have the same text, by a checksum."""
-        digest = sha256(text.encode()).digest()
-        number = int.from_bytes(digest[:_DIGEST], "little", signed=True)
-        least, most = self._reduce(torch.tensor([number, ~number]), torch.minimum).tolist()
-        return bool(least == ~most)
+    def _are_same(self, own: Tensor) -> Tensor:
+        """Return for each of some integers whether all processes have the same one."""
+        least, most = self._reduce(torch.stack([own, ~own]), torch.minimum)
+        return least == ~most
 
     def _reduce(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return a tensor of all processes, in each of them."""
@@ -229,8 +234,8 @@ class Group:
 
     def is_same(self, text: str, what: str) -> bool:
         """Return True if all processes have the same text."""
-        with self.waiting_for(what):
-            return self._is_same(text)
+        with self.waiting_for(what, text) as same:
+            return same
 
     def broadcast(self, value: Any, source: int = 0, what: str = "a broadcast") -> Any:
         """Return the value of process ``source``; in all others its tensors are on the CPU."""
@@ -242,16 +247,35 @@ class Group:
         with self.waiting_for("the values of all"):
             return self._collect(own)
 
-    def overwrite(self, tensor: Tensor, source: int = 0) -> None:
-        """Give ``tensor`` the values that it has in process ``source``."""
-        if not tensor.numel():
+    def equalise(self, tensors: Sequence[Tensor], what: str) -> bool:
+        """Give tensors the values that they have in the first process.
+
+        Those that have them in all processes, by their checksums, are not sent; the others are, in
+        few messages. All processes give the same number of tensors.
+
+        Returns:
+            Whether any was sent.
+        """
+        sums = torch.tensor([int(checksum(each)) for each in tensors], dtype=torch.int64)
+        with self.waiting_for(f"{len(tensors)} {what}", sums.tolist()) as same:
+            if not same:
+                pairs = zip(tensors, self._are_same(sums).tolist(), strict=True)
+                for message in in_messages(tensor for tensor, same in pairs if not same):
+                    self._overwrite(message)
+        return not same
+
+    def _overwrite(self, tensors: Sequence[Tensor]) -> None:
+        """Give tensors the values that they have in the first process, by one message."""
+        hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        contents = list(map(bytes_in, hosts))
+        flat = self._spread(torch.cat(contents) if len(contents) > 1 else contents[0], 0)
+        if self.rank == 0:
             return
-        with self.waiting_for("a broadcast"):
-            host = tensor.detach().cpu().contiguous()
-            self._spread(bytes_in(host), source)
-            if self.rank != source:
-                with torch.no_grad():
-                    tensor.copy_(host)
+        parts = flat.split([content.numel() for content in contents])
+        for tensor, host, content, part in zip(tensors, hosts, contents, parts, strict=True):
+            content.copy_(part)
+            with torch.no_grad():
+                tensor.copy_(host)
 
     def move(self, tensor: Tensor, source: int, target: int, what: str) -> None:
         """Give a tensor on the CPU the values that it has in ``source``, in process ``target``.
@@ -329,6 +353,24 @@ class Group:
         group = self.process_group
         self.process_group = None  # the connections close when nothing refers to the group
         dist.destroy_process_group(group)
+
+
+def _digest_of(text: str) -> int:
+    digest = sha256(text.encode()).digest()
+    return int.from_bytes(digest[:_DIGEST], "little", signed=True)
+
+
+def in_messages(tensors: Iterable[AnyTensor]) -> Iterator[list[AnyTensor]]:
+    """Yield tensors that are sent together: small ones, or one large one."""
+    message, size = list[AnyTensor](), 0
+    for tensor in tensors:
+        if message and size + tensor.nbytes > _MESSAGE:
+            yield message
+            message, size = [], 0
+        message.append(tensor)
+        size += tensor.nbytes
+    if message:
+        yield message
 
 
 def _alike(everyone: Sequence[tuple[str, str]], k: int) -> int:

@@ -225,7 +225,7 @@ class Replicas:
         with self._waiting_for("the values of all replicas"):
             return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
 
-    def _waiting_for(self, what: str) -> AbstractContextManager[None]:
+    def _waiting_for(self, what: str) -> AbstractContextManager[Any]:
         """A ``with`` block that all processes enter.
 
         If outputs are for the last stage, those that have it may do so alone, in a step.

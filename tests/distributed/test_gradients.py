@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
 
 from lightning_gpipe.distributed.gradients import SameParameters
 from lightning_gpipe.distributed.group import Group
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, Ranks
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -54,3 +57,49 @@ def test_parameters_that_every_process_has(two_ranks: Pool) -> None:
     gradient = torch.rand(6, generator=torch.Generator().manual_seed(0)).tolist()
 
     assert two_ranks.run(equalised) == [([0.0] * 6, gradient)] * 2
+
+
+# What is sent when they begin.
+
+NUMBERS = 2**14  # of a parameter
+PARAMETERS = 40
+
+
+def begun(different: int) -> tuple[list[int], list[float]]:
+    """The bytes of each message of a process, and the values of its parameters.
+
+    The first ones are ``different`` in each process.
+    """
+    group = Group(timedelta(seconds=20))
+    dtypes = torch.float32, torch.float64
+    parameters = [
+        nn.Parameter(torch.full((NUMBERS,), float(k), dtype=dtypes[k % 2]))
+        for k in range(PARAMETERS)
+    ]
+    for parameter in parameters[:different]:
+        parameter.data += group.rank
+    sizes: list[int] = []
+
+    def counted(tensor: torch.Tensor, **to: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return send(tensor, **to)
+
+    send = dist.isend
+    with patch.object(dist, "isend", counted):
+        SameParameters(group, parameters, Precision())
+    assert all(len(parameter.unique()) == 1 for parameter in parameters)
+    return sizes, [float(parameter.detach()[-1]) for parameter in parameters]
+
+
+@pytest.mark.parametrize("different", [0, 1, 2, PARAMETERS])
+def test_parameters_are_sent_if_they_differ(three_ranks: Ranks, different: int) -> None:
+    """In one message to each process that is next in the tree; else their checksums at most."""
+    content = [NUMBERS * (4, 8)[k % 2] for k in range(different)]
+
+    first, *others = three_ranks.run(begun, different)
+
+    assert [values for _, values in (first, *others)] == [[float(k) for k in range(40)]] * 3
+    large = [size for size in first[0] if size > 16 * PARAMETERS]
+    assert large == [sum(content)] * (2 if different else 0)
+    assert all(sum(sizes) <= 2 * 16 * PARAMETERS for sizes, _ in others)
+    assert len(first[0]) == (6 if different else 2)

@@ -221,3 +221,28 @@ def test_batch_is_sent_once_to_each_process_that_needs_it(
 
     assert times - 0.3 < last / BATCH < times + 0.3
     assert inner + first < LITTLE
+
+
+def sent_in_fit(root: Path, stages: int) -> int:
+    """The bytes that are sent from the beginning of a fit until its last step has ended."""
+    torch.manual_seed(0)
+    counter, before = Counter(), sent_bytes()
+    made = trainer_over(
+        root,
+        "per_stage",
+        [1] * stages,
+        {"chunks": 2, "outputs": "all"},
+        (stages, 1),
+        callbacks=[counter],
+        max_epochs=2,
+    )
+    made.fit(Embedded(stages, tied=False), datamodule=Data())
+    return counter.sent[-1] - before
+
+
+def test_embedding_that_is_equal_in_all_processes_is_not_sent(tmp_path: Path) -> None:
+    """Neither its values when a fit begins, nor its gradients, which all processes compute."""
+    with new_ranks(4) as ranks:
+        found = ranks.run(sent_in_fit, tmp_path, 4)
+
+    assert max(found) < EMBEDDING / 4, found
