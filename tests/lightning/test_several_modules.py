@@ -19,14 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, GPipeStrategy
+from tests.lightning.test_replicas import Halves
 from tests.support.lightning_modules import (
     CLASSES,
     FEATURES,
     WIDTH,
     assert_same_weights,
     fitted,
+    trainer,
     weights,
 )
+from tests.support.ranks import Pool
+from tests.support.trainers import trainer_over
 from tests.support.two_stacks import Stacks, Translator
 
 
@@ -286,6 +290,69 @@ def test_two_threads_with_one_module_each_take_turns() -> None:
 
 def six() -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+
+
+# A loss for each micro-batch.
+
+AS_ONE = {"1f1b": [4, 4], "zero_bubble": [3, 5], "zero_bubble_v": [2, 2, 2, 2]}
+
+
+def test_several_modules_with_a_loss_for_each_micro_batch(tmp_path: Path) -> None:
+    """A step is suspended at its one call of one pipeline; which module to name is said."""
+    cure = "Name the one whose forward calls all of them, such as module='layers', or leave out"
+    with pytest.raises(ValueError, match=f"one module to run: got 2.*{cure}"):
+        fitted(tmp_path, strategy(schedule="1f1b"), build=Translator, devices=2)
+
+
+@pytest.mark.parametrize("schedule", AS_ONE)
+def test_two_stacks_as_one_module(tmp_path: Path, schedule: Any) -> None:
+    plain = fitted(tmp_path, build=Translator)
+    one = GPipeStrategy(AS_ONE[schedule], chunks=3, module="layers", schedule=schedule)
+
+    piped = fitted(tmp_path, one, build=Translator, devices=2)
+
+    assert_same_weights(piped, plain)
+
+
+def fit_as_one(
+    root: Path, schedule: str, machines: tuple[int, int], replicas: int, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The parameters that are here after a fit of both stacks as one module."""
+    torch.manual_seed(0)
+    model = Translator()
+    options = {"chunks": 3, "module": "layers", "schedule": schedule, **options}
+    balance = AS_ONE[schedule]
+    made = trainer_over(root, "per_stage", balance, options, machines, max_epochs=2)
+    made.fit(model, datamodule=Halves(replicas))
+    return {name: x.detach() for name, x in model.named_parameters() if not x.is_meta}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("outputs", ["all", "last"])
+@pytest.mark.parametrize("schedule", AS_ONE)
+def test_two_stacks_as_one_module_over_processes(
+    tmp_path: Path,
+    two_ranks: Pool,
+    four_ranks: Pool,
+    schedule: Any,
+    outputs: str,
+    replicas: int,
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Translator()
+        trainer(tmp_path, max_epochs=2).fit(model, datamodule=Halves(1))
+    options: dict[str, Any] = {"outputs": outputs}
+    ranks, machines = two_ranks, (2, 1)
+    if replicas > 1:
+        ranks, machines, options["replicas"] = four_ranks, (4, 1), replicas
+
+    found = ranks.run(fit_as_one, tmp_path, schedule, machines, replicas, options)
+
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+    for own in found:
+        torch.testing.assert_close(own, {name: parameters[name] for name in own})
+    assert set().union(*found) == parameters.keys()
 
 
 # Bad input.

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from posixpath import commonpath
 from typing import Any, Literal
 
 import torch
@@ -494,9 +495,13 @@ class GPipe(StandIn):
             ValueError: If there are several.
         """
         if len(self.piped_modules) > 1:
+            paths = [piped.path for piped in self.piped_modules]
+            owner = commonpath([path.replace(".", "/") for path in paths]).replace("/", ".")
+            example = f", such as module={owner!r}," if owner else ""
             raise ValueError(
                 "a schedule with a loss for each micro-batch must have one module to run: got "
-                f"{len(self.piped_modules)}. Name one, or leave out schedule: fill-drain runs all."
+                f"{len(paths)}, {', '.join(paths)}. Name the one whose forward calls all of them"
+                f"{example} or leave out schedule: fill-drain runs all."
             )
         return self.piped_modules[0].pipeline
 
