@@ -19,6 +19,7 @@ from lightning_gpipe.distributed.ddp import (
     leaves_early,
     replicated,
 )
+from lightning_gpipe.distributed.fully_sharded import undoing_fully_shard
 from lightning_gpipe.distributed.gathering import (
     own_optimizer_keys,
     own_state,
@@ -87,6 +88,7 @@ __all__ = [
     "run_step",
     "shapes",
     "start_together",
+    "undoing_fully_shard",
     "unshare",
     "versions",
     "whole_optimizer_state",

@@ -452,6 +452,12 @@ class GPipeStrategy(ParallelStrategy):
         with device, self.precision_plugin.tensor_init_context():
             yield
 
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with super().model_sharded_context(), self._sharding.undoing_fully_shard(self._root):
+            yield
+
     @override
     def setup(self, trainer: Trainer) -> None:
         module, processes = self._root, self._processes

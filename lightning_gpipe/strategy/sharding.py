@@ -21,6 +21,7 @@ from lightning_gpipe.distributed import (
     divisible,
     drop_values,
     gather_values,
+    undoing_fully_shard,
 )
 from lightning_gpipe.strategy.pipelined import PipelinedModule
 from lightning_gpipe.strategy.processes import Processes
@@ -60,6 +61,12 @@ class Sharding:
         if self._processes.decide(lacks_values, all=False):
             self._processes.check_same(module)
             gather_values(module, across, device)
+
+    def undoing_fully_shard(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A ``with`` block in which the user may divide parameters among replicas, too."""
+        groups = self._processes.groups
+        mesh = None if groups is None else groups.mesh["data_parallel"]
+        return undoing_fully_shard(module, mesh, divides=self._of_parameters)
 
     def divide_parameters(self, module: nn.Module, pipelined: PipelinedModule) -> None:
         """Divide the parameters of stages among replicas until :meth:`end`, if the user asks.

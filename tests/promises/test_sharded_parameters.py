@@ -102,9 +102,10 @@ def test_sharded_layers_are_refused_when_the_pipeline_is_made(
         "TypeError | parameters of layers in a pipeline must be whole: got the shards (DTensor) "
         f"{FOUND}, which would get no gradients. Leave fully_shard and parallelize_module out. "
         "GPipeStrategy(replicas=...) trains several pipelines together; fully_shard(pipeline), of "
-        "a GPipe as a whole, shards what it has between its calls. With "
-        "GPipeStrategy(tensor_parallel=...), parallelize_module may divide layers over "
-        "self.device_mesh['tensor_parallel']."
+        "a GPipe as a whole, shards what it has between its calls. In configure_model(), with "
+        "GPipeStrategy(sharding='parameters'), fully_shard may divide layers over "
+        "self.device_mesh['data_parallel'], and with GPipeStrategy(tensor_parallel=...), "
+        "parallelize_module over self.device_mesh['tensor_parallel']."
     )
     assert errors == [expected] * 2
 
@@ -148,7 +149,7 @@ def test_layers_divided_among_processes_are_refused_on_threads(two_ranks: Pool) 
 
 
 class Sharded(Classifier):
-    """Shards a layer before the pipeline is made."""
+    """Shards a layer among stages, which are no replicas."""
 
     def configure_model(self) -> None:
         shard(self.layers[2])
@@ -161,8 +162,8 @@ def fit(root: Path) -> str:
 
 def test_strategy_refuses_sharded_layers(tmp_path: Path, two_ranks: Pool) -> None:
     for error in two_ranks.run(fit, tmp_path):
-        assert error.startswith("TypeError | parameters of layers in a pipeline must be whole")
-        assert "(DTensor) layers.2.weight, layers.2.bias, which" in error
+        assert error.startswith("ValueError | fully_shard in configure_model may divide new layers")
+        assert "got mesh=DeviceMesh(" in error and " of layers.2. Write fully_shard(" in error
 
 
 def tokens(seed: int = 0) -> Tensor:

@@ -28,6 +28,7 @@ from lightning_gpipe.core.frontends.stored import (
     StoredTensor,
     await_value,
     first_few,
+    note_files,
     open_tensors,
 )
 
@@ -119,6 +120,7 @@ def load_pretrained(
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta:
             await_value(tensor, values.get(id(tensor), Source.INITIALISED))
+    note_files(model, path)
     for tensor in {id(tensor): tensor for tensor in names.values()}.values():
         if not tensor.is_meta and id(tensor) in values:
             values[id(tensor)].read_into(tensor)

@@ -75,9 +75,19 @@ def await_value(tensor: Tensor, value: StoredTensor | Source) -> None:
     setattr(tensor, _ATTRIBUTE, value)
 
 
+def note_files(model: nn.Module, path: object) -> None:
+    """Record that a model has values in files, also if its parameters are replaced by others."""
+    setattr(model, _ATTRIBUTE, f"{path}")
+
+
+def place_of_value(tensor: Tensor) -> StoredTensor | Source | None:
+    """Return the place of the value of a tensor on the meta device, if it has one."""
+    return tensor.__dict__.get(_ATTRIBUTE)
+
+
 def stored_value(tensor: Tensor) -> StoredTensor | None:
     """Return the place in a file of the value of a tensor on the meta device, if it has one."""
-    value = tensor.__dict__.get(_ATTRIBUTE)
+    value = place_of_value(tensor)
     return value if isinstance(value, StoredTensor) else None
 
 
@@ -88,24 +98,27 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 def is_in_another_process(tensor: Tensor) -> bool:
     """Return whether another process has the value of a tensor that is on the meta device."""
-    return tensor.is_meta and tensor.__dict__.get(_ATTRIBUTE) is Source.ELSEWHERE
+    return tensor.is_meta and place_of_value(tensor) is Source.ELSEWHERE
 
 
 def check_unread_weights(root: nn.Module) -> None:
     """Raise ValueError if tensors on the meta device were added to a model with values in files.
 
     An adapter that is added to a layer on the meta device is on it too, and the values that its
-    library gave it are lost; ``reset_parameters()`` of its linear layers would give it others.
+    library gave it are lost; ``reset_parameters()`` of its linear layers would give it others. It
+    would do so, too, to parameters that ``fully_shard`` has put in the place of those of the files.
     """
     tensors = chain(root.named_parameters(), root.named_buffers())
     on_meta = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
     unknown = [name for name, tensor in on_meta if _ATTRIBUTE not in tensor.__dict__]
-    if len(unknown) < len(on_meta) and unknown:
+    with_files = any(_ATTRIBUTE in vars(module) for module in root.modules())
+    if unknown and (with_files or len(unknown) < len(on_meta)):
         raise ValueError(
             "what is added to a model after load_pretrained() must have values: got "
             f"{first_few(unknown)} on the meta device. Build it on the CPU. Adapters follow the "
             "device of the layer that they are added to: give theirs memory with "
-            "to_empty(device='cpu') and initialise them once more."
+            "to_empty(device='cpu') and initialise them once more. Call fully_shard() before "
+            "load_pretrained()."
         )
 
 

@@ -5,6 +5,8 @@ leaves of its own in their place, which collect the gradients of a mini-batch: t
 parameters would never arrive. A pipeline that is sharded as a whole gets its parameters before, and
 works; so do the modules around the layers.
 
+A strategy that divides parameters among replicas undoes ``fully_shard`` before it makes a pipeline.
+
 Layers that compute with shards, by ``parallelize_module``, need no whole parameters. All processes
 with shards of a stage must run the same actions in the same order, as those do that a strategy with
 ``tensor_parallel`` has arranged. The name of their dimension of its mesh tells.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -50,8 +53,10 @@ def check_whole(
             f"{', '.join(names[:_NAMED])}{others}, which would get no gradients. Leave fully_shard "
             "and parallelize_module out. GPipeStrategy(replicas=...) trains several pipelines "
             "together; fully_shard(pipeline), of a GPipe as a whole, shards what it has between "
-            "its calls. With GPipeStrategy(tensor_parallel=...), parallelize_module may divide "
-            "layers over self.device_mesh['tensor_parallel']."
+            "its calls. In configure_model(), with GPipeStrategy(sharding='parameters'), "
+            "fully_shard may divide layers over self.device_mesh['data_parallel'], and with "
+            "GPipeStrategy(tensor_parallel=...), parallelize_module over "
+            "self.device_mesh['tensor_parallel']."
         )
 
 
@@ -64,6 +69,20 @@ def check_order(layers: Iterable[nn.Module]) -> None:
             "a stage: got several devices with a thread each. Write "
             "GPipeStrategy(processes='per_stage', tensor_parallel=...), or threads=False."
         )
+
+
+def fsdp_modules(root: nn.Module) -> dict[str, Any]:
+    """Return the modules in ``root`` that FSDP2 shards, by name."""
+    return {name: each for name, each in root.named_modules() if isinstance(each, _fsdp())}
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters of a module that FSDP2 shards."""
+    state = module._get_fsdp_state()
+    several: list[Any] | None = vars(state).get("_fsdp_param_groups")  # in newer versions
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _shards_in(prefix: str, layer: nn.Module) -> list[str]:
