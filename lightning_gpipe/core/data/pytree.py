@@ -146,12 +146,18 @@ def parted(flat: FlatTree, n: int) -> list[FlatTree]:
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Replace each tensor of the tree by ``function(tensor)``."""
+    if type(tree) is Tensor:
+        return function(tree)
     return map_instances(Tensor, function, tree)
 
 
 def map_instances(kind: type[T], function: Callable[[T], Any], tree: Any) -> Any:
     """Replace each leaf of the tree that is a ``kind`` by ``function(leaf)``."""
-    return _pytree.tree_map_only(kind, function, _with_records(tree, kind))
+    leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_opaque)
+    if any(map(_is_opaque, leaves)):
+        leaves, spec = _pytree.tree_flatten(_with_records(tree, kind))
+    mapped = [function(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves]
+    return _pytree.tree_unflatten(mapped, spec)
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -290,6 +296,8 @@ class _DataclassNode:
 def _is_opaque(tree: Any) -> bool:
     """Return whether PyTorch must not flatten a PackedSequence or an unregistered dataclass."""
     kind = type(tree)  # not __class__, which a value of a traced forward does not know
+    if kind is Tensor:  # most often
+        return False
     if issubclass(kind, PackedSequence):
         return True
     return is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES

@@ -104,7 +104,8 @@ class Context(NamedTuple):
                 missing.append(autocast.entered)
         if _default_device() != self.default_device:
             missing.append(lambda: self.default_device)
-        missing += _switched(self.switches)
+        if (here := _positions()) != self.switches:
+            missing += _switched(self.switches, here)
         if torch.is_grad_enabled() != self.grad or missing:  # inference mode changes it too
             missing.append(partial(_set_grad_enabled, self.grad))
         return missing
@@ -278,10 +279,7 @@ def _positions() -> list[Any]:
     return [read() for read, _ in _SWITCHES]
 
 
-def _switched(wanted: Sequence[Any]) -> list[Callable[[], Manager]]:
+def _switched(wanted: Sequence[Any], here: Sequence[Any]) -> list[Callable[[], Manager]]:
     """Return functions that make the context managers to give the switches these positions."""
-    here = _positions()
-    if here == wanted:
-        return []
     switches = zip(_SWITCHES, wanted, here, strict=True)
     return [partial(entered, mine) for (_, entered), mine, other in switches if mine != other]

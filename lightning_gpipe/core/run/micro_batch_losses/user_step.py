@@ -41,6 +41,7 @@ from lightning_gpipe.core.run.backward.roots import (
     graph_behind,
     now,
     root_of,
+    roots_of,
 )
 from lightning_gpipe.core.run.backward.sums import Gradients
 from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
@@ -185,7 +186,7 @@ class UserStep:
             self.results[i] = self._end(i, call)
             return None
         assert isinstance(call, Call), "it was suspended by its call"
-        roots = [root_of(leaf) for leaf in call.inputs.leaves]
+        roots = roots_of(call.inputs.leaves)
         kept = self._values.at_call(i, variables, call.variables)  # which stages use, too
         leaves, nodes = graph_behind([*roots, *map(root_of, kept)])
         self._before[i] = _GraphBefore(roots, leaves, frozenset(nodes), since)
@@ -243,7 +244,7 @@ class UserStep:
     def go_back(self, i: int, gradients: Gradients) -> None:
         """Run backward from the inputs of the call for micro-batch ``i``, if any has a gradient."""
         before = self._before.pop(i)
-        if gradients:
+        if gradients and before.roots:
             self._run_backward(i, before.roots, gradients)
 
     def leaves_before_calls(self) -> Iterator[Tensor]:
