@@ -31,6 +31,7 @@ def ours(
     name: str = "lightning-gpipe",
     threads: int | None = None,
     on_threads: bool | Literal["auto"] = True,
+    cores: int | None = None,
     schedule: ByMicroBatch | None = None,
 ) -> Iterator[Contestant]:
     """A pipeline for the duration of a ``with`` block, each worker ``on_threads`` of its own.
@@ -44,6 +45,7 @@ def ours(
         chunks=chunks,
         activation_checkpointing=mode,
         threads=on_threads,
+        cores=cores,
     )
     try:
         yield training(model, task, name, schedule, threads=threads)

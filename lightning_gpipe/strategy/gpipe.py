@@ -139,6 +139,8 @@ class GPipeStrategy(ParallelStrategy):
             micro-batches of any size; or a dict of torch.compile's options, such as
             ``{"fullgraph": True}``. The first training batch takes as long as that takes.
         threads: Whether each device has a thread of its own. ``"auto"`` finds the faster way.
+        cores: The number of cores that devices on the CPU share; one uses those of others that wait
+            by the schedule. None: each always has its part of PyTorch's intra-op threads.
         split_backward: Whether the gradients of weights are computed apart from those for which the
             stage before waits.
         around: The stage whose device has the modules around the pipeline, the batch, the loss and
@@ -217,6 +219,7 @@ class GPipeStrategy(ParallelStrategy):
         microbatching: MicroBatching | None = None,
         compile: bool | dict[str, Any] = False,
         threads: bool | Literal["auto"] = "auto",
+        cores: int | None = None,
         split_backward: bool | Literal["auto"] = False,
         verify: bool | Literal["sample"] = "sample",
         around: Literal["last", "first"] = "last",

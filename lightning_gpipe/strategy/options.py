@@ -26,6 +26,7 @@ from lightning_gpipe.core.schedules import (
     is_by_micro_batch,
     is_folded,
 )
+from lightning_gpipe.core.transport import check_cores
 from lightning_gpipe.distributed import Mode
 from lightning_gpipe.strategy.compilation import check_compile
 
@@ -54,6 +55,7 @@ class StrategyOptions:
     microbatching: MicroBatching | None
     compile: bool | dict[str, Any]
     threads: Threads
+    cores: int | None
     split_backward: bool | Literal["auto"]
     verify: bool | Literal["sample"]
     around: Around
@@ -90,6 +92,7 @@ class StrategyOptions:
         check_microbatching(self.microbatching)
         check_around(self.around)
         check_threads(self.threads)
+        check_cores(self.cores)
         check_compile(self.compile)
 
     @property

@@ -147,6 +147,7 @@ class PipelinedModule:
             deferred_batch_norm=settings.deferred_batch_norm,
             microbatching=settings.microbatching,
             threads=settings.threads,
+            cores=settings.cores,
             split_backward=choice.split_backward,
             around=settings.around,
             folded=settings.folded(len(devices)),

@@ -274,6 +274,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "microbatching": None,
         "compile": False,
         "threads": "auto",
+        "cores": None,
         "schedule": "fill_drain",
         "split_backward": False,
         "verify": "sample",

@@ -66,7 +66,7 @@ def test_public_names() -> None:
             GPipeStrategy,
             "(balance='parameters', chunks=None, *, module=None, schedule='fill_drain', "
             "activation_checkpointing=None, deferred_batch_norm=True, "
-            "microbatching=None, compile=False, threads='auto', split_backward=False, "
+            "microbatching=None, compile=False, threads='auto', cores=None, split_backward=False, "
             "verify='sample', around='last', weights='device', offload_activations=False, "
             "processes='single', outputs='auto', timeout=datetime.timedelta(seconds=1800), "
             "lost_after=None, "
@@ -77,7 +77,7 @@ def test_public_names() -> None:
             GPipe,
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads='auto', split_backward=False, around='last', "
+            "microbatching=None, threads='auto', cores=None, split_backward=False, around='last', "
             "folded=False, weights='device', offload_activations=False, sample=None, "
             "optimizer=None, "
             "owners=None, group=None, lost_after=None)",

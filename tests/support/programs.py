@@ -96,6 +96,7 @@ def pipeline_of(
         microbatching=Rows(),
         deferred_batch_norm=True,
         threads=False,
+        cores=None,
         workers=Workers(layout),
     )
 

@@ -40,7 +40,7 @@ from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline,
 from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch, OffloadActivations
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
-from lightning_gpipe.core.transport import Workers
+from lightning_gpipe.core.transport import Workers, check_cores
 
 
 class GPipe(StandIn):
@@ -117,6 +117,10 @@ class GPipe(StandIn):
             thread in the schedule's order, for a debugger, as is always done on one device.
             ``"auto"`` measures both in the first mini-batches and keeps the faster one. The results
             are the same.
+        cores: The number of cores that stages on the CPU share. The operators of an action use
+            those of the workers that wait while it runs, too: ``cores`` divided by the number of
+            workers that are at work then, by the schedule. None: each worker always has an equal
+            share of PyTorch's intra-op threads.
         split_backward: Whether the gradients of the weights are computed apart, after those for
             which the stage before waits. ``"auto"`` plans it, as ``chunks``.
         sample: A mini-batch to measure the layers on, for ``balance="time"``, ``"memory"``, and
@@ -161,6 +165,7 @@ class GPipe(StandIn):
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         threads: Threads = "auto",
+        cores: int | None = None,
         split_backward: bool | Literal["auto"] = False,
         around: Around = "last",
         folded: bool = False,
@@ -180,6 +185,7 @@ class GPipe(StandIn):
         check_around(around)
         check_microbatching(microbatching)
         check_threads(threads)
+        check_cores(cores)
         balances = balance_of_each(module, balance)
         if isinstance(model, nn.Module):
             remove_dispatch_hooks(model)
@@ -207,6 +213,7 @@ class GPipe(StandIn):
             folds=folded,
             weights=resolved.weights,
         )
+        check_cores(cores, layouts[0].devices)
         if deferred_batch_norm:
             for layout in layouts:
                 titles = [title for part in layout.partitions for title in part.titles]
@@ -220,6 +227,7 @@ class GPipe(StandIn):
                 microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
                 deferred_batch_norm=deferred_batch_norm,
                 threads=threads,
+                cores=cores,
                 workers=workers,
                 connection=connection,
                 number=number,

@@ -77,6 +77,7 @@ class Pipeline:
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
         threads: Threads,
+        cores: int | None,
         workers: Workers,
         connection: Connection | None = None,
         number: int = 0,
@@ -88,6 +89,7 @@ class Pipeline:
         self._offload_activations = settings.offload_activations
         check_offload_activations(self._offload_activations, layout.n)
         self._threads = threads
+        self._cores = cores
         self.layout = layout
         self.engine = self._engine(layout, workers, connection, number)
         self.activation_checkpointing = settings.activation_checkpointing
@@ -98,10 +100,11 @@ class Pipeline:
     ) -> Engine:
         # Pipelines over the same processes take turns, as those over the same threads do.
         turns = workers.exclusion if layout.spread else None
-        runner: LocalTransport | InlineTransport = InlineTransport(layout, turns)
+        runner: LocalTransport | InlineTransport
+        runner = InlineTransport(layout, turns, cores=self._cores)
         if self._threads and len(layout.workers_here) > 1:
             check_order(layout.layers)
-            runner = LocalTransport(layout, workers)
+            runner = LocalTransport(layout, workers, cores=self._cores)
         transport: Transport = runner
         if connection is not None:
             transport = ProcessGroupTransport(layout, runner, connection, number)

@@ -30,6 +30,7 @@ are complete, after its last backward (G), beside what is left of the schedule::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -228,6 +229,24 @@ class Schedule:
     def bubble(self) -> float:
         """The share of the workers' idle time, if actions on stages take equally long."""
         return self.simulation.bubble
+
+    @cached_property
+    def at_work(self) -> dict[Action, int]:
+        """For each action, the most workers that are at work at once while it runs.
+
+        A whole backward takes two clock cycles here, as it computes twice as much as a forward.
+        """
+        twice = () if self.split else (Kind.BACKWARD,)
+        simulation = self.simulate(lambda a: _one(a) * (2 if a.kind in twice else 1))
+        cycles = {
+            action: range(int(start), int(simulation.end[action]))
+            for action, start in simulation.start.items()
+        }
+        workers = Counter(chain.from_iterable(cycles.values()))
+        return {
+            action: max((workers[cycle] for cycle in own), default=self.workers)
+            for action, own in cycles.items()
+        }
 
     @cached_property
     def interleaved(self) -> Row:

@@ -63,6 +63,7 @@ from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     receive_value,
     send_value,
 )
+from lightning_gpipe.core.transport.threads import check_cores
 
 __all__ = [
     "BETWEEN",
@@ -91,6 +92,7 @@ __all__ = [
     "abort_group",
     "bytes_in",
     "call_with_timeout",
+    "check_cores",
     "choose_interface",
     "connecting_on_demand",
     "is_broken_connection",

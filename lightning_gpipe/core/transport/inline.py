@@ -23,7 +23,12 @@ from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Transport
-from lightning_gpipe.core.transport.threads import frames_of_threads, lineage, share_of
+from lightning_gpipe.core.transport.threads import (
+    frames_of_threads,
+    lineage,
+    perform_with,
+    share_of,
+)
 
 NESTED = (
     "a layer must not run the pipeline that it is part of: it would wait for itself. Call the "
@@ -60,13 +65,20 @@ class InlineTransport(Transport):
         exclusion: Keeps two threads from running mini-batches at once; None makes a new one.
         shares: The number of workers that share the cores where they are threads. Operators use as
             many intra-op threads as there, so that results are the same to the bit.
+        cores: The cores that the workers share, see :class:`~lightning_gpipe.GPipe`.
     """
 
     def __init__(
-        self, layout: Layout, exclusion: Exclusion | None = None, *, shares: int = 1
+        self,
+        layout: Layout,
+        exclusion: Exclusion | None = None,
+        *,
+        shares: int = 1,
+        cores: int | None = None,
     ) -> None:
         self._layout = layout
-        self._shares = shares
+        self._shares = shares if cores is None else len(layout.devices)
+        self._cores = cores
         self._exclusion = exclusion or Exclusion(layout)
         self._copies: Copies | None = None
         self._may_run = False  # True during a run, and perhaps after a failed one
@@ -109,6 +121,8 @@ class InlineTransport(Transport):
 
     def sharing(self) -> AbstractContextManager[None]:
         """Return a ``with`` block in which operators use as many threads as on a worker's."""
+        if self._cores is not None:
+            return intra_op_threads(share_of(self._cores, self._shares))
         if self._shares <= 1:
             return NOTHING
         own = torch.get_num_threads()
@@ -130,7 +144,10 @@ class InlineTransport(Transport):
         self._may_run = True
         with together([self.sharing(), *sessions]):
             for worker, row in exchange.phase.turns_of(tuple(self._layout.workers_here)):
-                task_of[worker].perform(row)
+                if self._cores is None:
+                    task_of[worker].perform(row)
+                else:
+                    perform_with(self._cores, exchange.phase, task_of[worker], row)
         self._may_run = False
 
     @override

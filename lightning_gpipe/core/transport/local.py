@@ -30,6 +30,7 @@ from lightning_gpipe.core.transport.threads import (
     Job,
     Outcomes,
     WorkerThread,
+    perform_with,
     share_cores,
     working_for,
 )
@@ -119,9 +120,12 @@ class LocalTransport(Transport):
         layout: What runs where.
         workers: The threads, if other transports over the same devices use them too; None makes
             new ones.
+        cores: The cores that the workers share, see :class:`~lightning_gpipe.GPipe`.
     """
 
-    def __init__(self, layout: Layout, workers: Workers | None = None) -> None:
+    def __init__(
+        self, layout: Layout, workers: Workers | None = None, *, cores: int | None = None
+    ) -> None:
         self._layout = layout
         self._devices = layout.devices_here
         pairs = zip(layout.workers_here, self._devices, strict=True)
@@ -129,7 +133,8 @@ class LocalTransport(Transport):
         self._workers = workers or Workers(layout)
         self._pool = self._workers.pool
         cpus = sum(device.type == "cpu" for device in self._devices)
-        self._inline = InlineTransport(layout, self._workers.exclusion, shares=cpus)
+        self._cores = cores
+        self._inline = InlineTransport(layout, self._workers.exclusion, shares=cpus, cores=cores)
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
@@ -153,7 +158,8 @@ class LocalTransport(Transport):
             outcomes = Outcomes(len(tasks))
             try:
                 for thread, task in zip(threads, tasks, strict=True):
-                    job = outcomes.of(partial(task.variables.copy().run, _perform, task))
+                    perform = partial(_perform, task, exchange.phase, self._cores)
+                    job = outcomes.of(partial(task.variables.copy().run, perform))
                     thread.work(job if caller is None else partial(_then, job, exchange.wake))
                 if caller is not None:
                     self._perform_own(caller, exchange, outcomes)
@@ -173,6 +179,8 @@ class LocalTransport(Transport):
                 raise
             finally:
                 outcomes.errors.clear()  # their tracebacks refer to this frame
+                if self._cores is not None:
+                    torch.set_num_threads(torch.get_num_threads())  # new threads begin with it
 
     def _perform_own(self, caller: Task, exchange: LocalExchange, outcomes: Outcomes) -> None:
         """Perform the caller's task on this thread, until its end or an error of a worker."""
@@ -210,8 +218,9 @@ class LocalTransport(Transport):
         for k, name in enumerate(self._names):
             if k == len(threads) or not threads[k].is_alive():
                 threads[k : k + 1] = [WorkerThread(f"gpipe-worker-{name}")]
-        workers = zip(threads, self._devices, strict=True)
-        share_cores([thread for thread, device in workers if device.type == "cpu"])
+        if self._cores is None:
+            workers = zip(threads, self._devices, strict=True)
+            share_cores([thread for thread, device in workers if device.type == "cpu"])
         return threads
 
 
@@ -269,9 +278,12 @@ def _then(job: Job, callback: Callable[[], None]) -> None:
     callback()
 
 
-def _perform(task: Task) -> None:
+def _perform(task: Task, phase: Schedule, cores: int | None) -> None:
     with task.session():
-        task.perform(task.row)
+        if cores is None:
+            task.perform(task.row)
+        else:
+            perform_with(cores, phase, task, task.row)
 
 
 def _abandon(tasks: Sequence[Task]) -> None:

@@ -22,12 +22,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from time import monotonic
 from types import FrameType
 
 import torch
 from typing_extensions import override
+
+from lightning_gpipe.core.schedules import Action, Schedule
+from lightning_gpipe.core.transport.interface import Task
 
 JOIN = 5.0  # seconds
 Job = Callable[[], None]
@@ -154,6 +158,31 @@ def share_of(threads: int, workers: int) -> int:
     return max(1, threads // max(1, workers))
 
 
+def check_cores(cores: object, devices: Sequence[torch.device] = ()) -> None:
+    """Refuse an argument ``cores`` that is no number, or is for workers that have none."""
+    if cores is None:
+        return
+    if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
+        raise ValueError(f"cores must be None or a positive integer: got {cores!r}.")
+    if others := [str(device) for device in devices if device.type != "cpu"]:
+        raise ValueError(
+            f"cores are shared by stages on the CPU: got cores={cores} for stages on "
+            f"{', '.join(others)}. Leave it out."
+        )
+
+
+def perform_with(cores: int, phase: Schedule, task: Task, row: Sequence[Action]) -> None:
+    """Perform some actions of a task, each with its number of intra-op threads.
+
+    Workers that are at work at once share the cores, so one whose neighbours wait has theirs. Who
+    is at work when is read off the schedule, so the numbers are those of any other transport.
+    """
+    at_work = phase.at_work
+    for number, actions in groupby(row, lambda action: share_of(cores, at_work[action])):
+        use_threads(number)
+        task.perform(tuple(actions))
+
+
 def share_cores(threads: Sequence[WorkerThread]) -> None:
     """Give each thread an equal share of the caller's intra-op threads."""
     # A thread's number holds for the operators that it calls, but setting it also sets the default
@@ -166,17 +195,18 @@ def share_cores(threads: Sequence[WorkerThread]) -> None:
     outcomes = Outcomes(len(others))
     try:
         for thread in others:
-            thread.put(outcomes.of(partial(_use_threads, share)))
+            thread.put(outcomes.of(partial(use_threads, share)))
             thread.intra_op = share
         outcomes.wait_for_all(JOIN)
     finally:
         torch.set_num_threads(own)
 
 
-def _use_threads(number: int) -> None:
+def use_threads(number: int) -> None:
+    """Let the operators that the calling thread calls use ``number`` threads."""
     # The first call on a new thread sets its number to the default, so it must come first.
-    torch.get_num_threads()
-    torch.set_num_threads(number)
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
 
 
 def frames_of_threads() -> dict[int, FrameType]:

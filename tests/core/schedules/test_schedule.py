@@ -46,6 +46,28 @@ def test_turns_are_the_sequence_by_worker() -> None:
     ]
 
 
+def test_workers_at_work_while_an_action_runs() -> None:
+    schedule = fill_drain(3, one_each(2))
+    forward, backward = (
+        {f"{action}@{action.j}": number for action, number in schedule.phase(k).at_work.items()}
+        for k in (0, 1)
+    )
+
+    assert [name for name, number in forward.items() if number == 1] == ["F0@0", "F2@1"]
+    assert set(forward.values()) == {1, 2}
+    assert [name for name, number in backward.items() if number == 1] == ["B2@1", "B0@0"]
+
+
+def test_backward_has_two_clock_cycles() -> None:
+    """Those of B0 on stage 1 are over when it comes to stage 0, which meanwhile waits."""
+    at_work = schedule_for("1f1b", 2, one_each(2)).at_work
+
+    # stage 0 | F0 F1 .  .  B0 B0 .  B1 B1
+    # stage 1 | .  F0 B0 B0 F1 B1 B1 .  .
+    alone = {action for action, number in at_work.items() if number == 1}
+    assert alone == {Action(F, 0, 0), Action(B, 0, 1), Action(B, 1, 0)}
+
+
 @pytest.fixture
 def schedule() -> Schedule:
     return fill_drain(2, one_each(2), recomputed=1)
