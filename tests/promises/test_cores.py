@@ -1,4 +1,4 @@
-"""Cores: an action uses those of the workers that wait, as many wherever the workers run.
+"""Same numbers: with ``cores``, an action has as many threads wherever the workers run.
 
 Sums over another number of threads have other last bits. So the number is read off the schedule.
 """
