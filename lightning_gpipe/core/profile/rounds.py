@@ -7,7 +7,8 @@ layers run in between; the first backward makes a gradient, in fresh memory, and
 it. So each layer is measured once in a round, and the gradients of several layers are alive at
 once. If the machine is slow for a moment, that is one measurement of many layers, not all
 measurements of one; medians leave it out. Of layers that are alike a round measures one, and the
-next round another. There are as many rounds as it takes until the measurements of a layer agree.
+next round another. There are as many rounds as it takes until their sum is known: what a layer
+alone takes need not be known as well as what a stage of many takes.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class Rounds:
             for rows, by_kind in self._times.items()
             for kind, each in by_kind.items()
         ]
-        error = sum(number * each.error for each, number in times)
+        # Layers that are not alike are too slow and too fast independently of one another.
+        error = math.hypot(*(number * each.error for each, number in times))
         total = sum(number * median(each.totals) for each, number in times)
         spent = sum(sum(each.totals) for each, _ in times)
         return error <= _ERROR * total or (enough and spent >= _SECONDS)

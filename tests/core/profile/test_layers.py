@@ -360,3 +360,25 @@ def test_number_of_rounds(seconds: float, factors: list[float], rounds: int, clo
     assert len(measured) == rounds
     (layer,) = costs.layers
     assert layer.forward.at(2) == pytest.approx(2 * median(measured))
+
+
+def test_layers_that_differ_need_not_be_known_one_by_one(clock: Clock) -> None:
+    """Each of forty takes 1.3 times as long in every other round; together they are known in two.
+
+    Once as many rounds ran as a single one of them needs, four times as long as was allowed.
+    """
+    ran: list[int] = []
+
+    class Varies(Takes):
+        def forward(self, x: Tensor) -> Tensor:
+            width = len(self.weight)
+            round_ = ran.count(width) // 6
+            self.forward_time = 1.3 if (round_ + width) % 2 else 1.0
+            ran.append(width)
+            return super().forward(x)
+
+    layers = nn.Sequential(*(Varies(clock, 1.0, width=1 + k) for k in range(40)))
+    profile(layers, batch(2), chunks=1)
+
+    # Forwards with two sizes: two to count, three in each round.
+    assert {ran.count(1 + k) for k in range(40)} == {2 * 2 + 2 * 2 * 3}

@@ -84,6 +84,7 @@ def balance_by_time(
         microbatching=microbatching,
         optimizer=optimizer,
         memory=_memory_of_each(device_memory, stages),
+        by_rows=False,
     )
     return list(balances_for(measuring, ["time"], "last")[0])
 
@@ -119,6 +120,7 @@ def balance_by_memory(
         microbatching=microbatching,
         optimizer=optimizer,
         memory=_memory_of_each(device_memory, stages),
+        by_rows=False,
     )
     return list(balances_for(measuring, ["memory"], "last")[0])
 

@@ -31,6 +31,8 @@ class LayerMeasurement:
         optimizer: The optimizer whose state counts.
         memory: The bytes of each device; empty if stages need not fit them.
         split: Whether backwards in two parts are measured, too.
+        by_rows: Whether a smaller micro-batch is measured, too: costs of others follow. A balance
+            needs none.
 
     Attributes:
         done: The measurements so far.
@@ -46,6 +48,7 @@ class LayerMeasurement:
     optimizer: Optimizers = None
     memory: Sequence[float] = ()
     split: bool = False
+    by_rows: bool = True
     done: list[ModelProfile] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +111,10 @@ class LayerMeasurement:
         profiles = []
         for piped, entry in zip(self.modules, self._entries, strict=True):
             beside = [other.module for other in self.modules if other is not piped]
-            subject = subject_of(piped, entry, chunks or self.chunks, self.microbatching, beside)
+            number = chunks or self.chunks
+            subject = subject_of(
+                piped, entry, number, self.microbatching, beside, by_rows=self.by_rows
+            )
             with intra_op_threads(torch.get_num_threads() // len(self.devices)):
                 profiles.append(profile_layers(subject, device, self.optimizer, split=self.split))
         return profiles

@@ -72,6 +72,7 @@ def resolve(
         microbatching=microbatching,
         optimizer=optimizer,
         split=requested.needs_split_costs,
+        by_rows=bool(requested.planned),
     )
     resolved: Resolved = agree(_with_plan(measuring, balances, requested, around))
     sizes = agree(balances_for(measuring, resolved.balances, around))

@@ -106,21 +106,24 @@ def subject_of(
     chunks: int,
     microbatching: MicroBatching | None,
     beside: Sequence[nn.Module] = (),
+    *,
+    by_rows: bool = True,
 ) -> Subject:
-    """Return what is profiled: a micro-batch, and one of about half of its rows.
+    """Return what is profiled: a micro-batch and, with ``by_rows``, one of about half of its rows.
 
     ``beside`` are the other piped modules of the model.
     """
     microbatching = microbatching or Rows(at_least=rows_needed(piped.module))
     pieces = microbatching.split(as_batch(entry.values), chunks)
-    by_rows: dict[int, Any] = {}
-    for piece in (pieces[0], microbatching.split(pieces[0], 2)[-1]):
+    microbatches: dict[int, Any] = {}
+    for piece in [pieces[0], *(microbatching.split(pieces[0], 2)[-1:] if by_rows else ())]:
         division = microbatching.division([piece])
-        by_rows.setdefault(1 if division is None else division.sizes[0], piece)
+        microbatches.setdefault(1 if division is None else division.sizes[0], piece)
     if microbatching.division(pieces) is None:
-        by_rows = {1: pieces[0]}  # the number of its rows is not known
+        microbatches = {1: pieces[0]}  # the number of its rows is not known
+    layers, units = entry.layers, piped.frontend.units
     return Subject(
-        piped.root, entry.layers, piped.frontend.units, beside, entry.program, by_rows, len(pieces)
+        piped.root, layers, units, beside, entry.program, microbatches, chunks=len(pieces)
     )
 
 

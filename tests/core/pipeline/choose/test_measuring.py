@@ -48,6 +48,24 @@ def test_slowest_stage_is_as_fast_as_possible(kind: str, clock: Clock) -> None:
     with_balance.close()
 
 
+def test_balance_needs_micro_batches_of_one_size(clock: Clock) -> None:
+    """Once half of their rows were measured, too, which only a plan needs."""
+    rows: set[int] = set()
+
+    class Counts(Takes):
+        def forward(self, x: Tensor) -> Tensor:
+            rows.add(len(x))
+            return super().forward(x)
+
+    layers = nn.Sequential(*(Counts(clock, 1.0) for _ in range(4)))
+    pipeline = GPipe(layers, "time", devices=["cpu"] * 2, chunks=2, sample=batch())
+    found = balance_by_time(layers, 2, batch(), chunks=2)
+    pipeline.close()
+
+    assert pipeline.balance == found == [2, 2]
+    assert rows == {4}
+
+
 def test_backward_and_recomputation_count(clock: Clock) -> None:
     layers = nn.Sequential(Takes(clock, 2.0), Takes(clock, 2.0), Takes(clock, 1.0, 3.0))
     options: Any = {"stages": 2, "sample": batch(), "chunks": 2}
