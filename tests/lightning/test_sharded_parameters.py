@@ -29,7 +29,7 @@ from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.faithful import Shadows
 from lightning_gpipe.core.run.host.visiting_weights import VisitingWeights
 from lightning_gpipe.distributed.replica_weights import ReplicaWeights
-from tests.lightning.test_replicas import Halves, Logging, result
+from tests.lightning.test_replicas import Blocks, Halves, Logging, result
 from tests.support.lightning_modules import Classifier, rows
 from tests.support.processes import said
 from tests.support.ranks import Pool, new_ranks
@@ -165,6 +165,8 @@ def assert_same_fit(root: Path, ranks: Any, *args: Any, **options: Any) -> None:
         ("2x2", Frozen),
         ("2x1", Normalised),
         ("2x1", Penalised),
+        ("2x1", Blocks),
+        ("2x2", Blocks),
     ],
 )
 def test_model(tmp_path: Path, two_ranks: Pool, four_ranks: Pool, place: str, build: Any) -> None:

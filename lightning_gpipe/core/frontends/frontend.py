@@ -51,7 +51,7 @@ class OwnerProcesses(Protocol):
     """The processes that own the stages, and their workers; the engine's.
 
     All of them run the user's forward, on the same values, and so make the same program of it.
-    Results that only the owner of a stage can compute are shared by :meth:`everywhere`.
+    Results that only the owner of a stage can compute are shared by :meth:`rehearse`.
     """
 
     @property
@@ -69,10 +69,10 @@ class OwnerProcesses(Protocol):
     def busy(self) -> bool:
         """True if workers may use the modules while the calling code runs."""
 
-    def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
+    def rehearse(self, j: int, compute: Callable[[], Any]) -> Any:
         """Compute a pytree in the process of stage ``j``, and return it in all processes.
 
-        No worker uses the modules meanwhile.
+        No worker uses the modules meanwhile. Its layers have the values of all their parameters.
         All of them must call this, in the same order. If ``compute`` fails, its process raises the
         error, and the others raise that it has failed.
         """

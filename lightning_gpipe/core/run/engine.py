@@ -26,7 +26,7 @@ from lightning_gpipe.core.faithful import (
     Manager,
     RandomDraws,
 )
-from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.layout import Layout, ties_of
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.agreement import SharedErrors
 from lightning_gpipe.core.run.autograd_node import attach
@@ -46,6 +46,7 @@ from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of
 from lightning_gpipe.core.run.step_at_last import StepAtLast
 from lightning_gpipe.core.schedules import (
+    CALLER,
     Action,
     Kind,
     OffloadActivations,
@@ -308,6 +309,31 @@ class Engine:
             exchange.settle()
         return result
 
+    def rehearse(self, j: int, compute: Callable[[], Any]) -> Any:
+        """As :meth:`everywhere`, for a function that runs layers of stage ``j`` as they are.
+
+        They get the values of parameters that they share with stages of other processes, and others
+        than their own in the place of weights that another replica keeps.
+        """
+        layout = self.layout
+        ties = [tie for tie in ties_of(layout) if tie.home != CALLER and j in tie.followers]
+        values = {
+            id(tie.parameter): self.everywhere(tie.home, tie.parameter.detach) for tie in ties
+        }
+
+        def run() -> Any:
+            slots = [
+                (module._parameters, name, _filled(p, values.get(id(p)), layout.device_of(j)))
+                for layer in layout.partitions[j].layers
+                for module in layer.modules()
+                for name, p in module._parameters.items()
+                if p is not None and p.is_meta
+            ]
+            with Journal().changed(slots):
+                return compute()
+
+        return self.everywhere(j, run)
+
     def _told(self, exchange: Exchange, j: int, compute: Callable[[], Any], number: int = 0) -> Any:
         """Return what ``compute`` returns in the process of stage ``j``, by an open exchange."""
         layout, to = self.layout, Action(Kind.FORWARD, 0, self.layout.n)
@@ -417,3 +443,13 @@ class Engine:
     def close(self) -> None:
         """Close the transport; the next mini-batch opens it again."""
         self._transport.close()
+
+
+def _filled(parameter: nn.Parameter, value: Tensor | None, device: torch.device) -> nn.Parameter:
+    """Return a parameter with a value, or an arbitrary one, always the same, on a device."""
+    if value is None:
+        value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        if parameter.is_floating_point():
+            value.normal_(generator=torch.Generator(device).manual_seed(0))
+            value /= max(parameter.shape[-1:].numel(), 1) ** 0.5
+    return nn.Parameter(value.to(device), parameter.requires_grad)

@@ -65,7 +65,7 @@ class BlockCalls:
         processes: OwnerProcesses | None = None,
     ) -> None:
         self._processes = processes
-        self._rehearse = only_here if processes is None else processes.everywhere
+        self._rehearse = only_here if processes is None else processes.rehearse
         self._tell = (lambda error: None) if processes is None else processes.tell
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
         self._stages = blocks[-1].stage + 1

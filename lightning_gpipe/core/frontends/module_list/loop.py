@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
@@ -144,8 +143,11 @@ def _devices(
             continue
         own = (x for x in partition.parameters if stages[x] == 1)
         buffers = (x for layer in partition.layers for x in layer.buffers())
-        tensors = chain(own, buffers, partition.parameters)
-        devices.append(next((x.device for x in tensors), None))
+        tensors = [*own, *buffers, *partition.parameters]
+        found = next((x.device for x in tensors if not x.is_meta), None)
+        if tensors and found is None and processes is not None:  # it shares all with others
+            found = processes.layout.device_of(partition.index)
+        devices.append(found)
     return devices
 
 

@@ -62,5 +62,5 @@ def test_steps_whose_outputs_are_for_the_last_stage_may_go_by_what_earlier_ones_
 
     text = difference(theirs, ours, "rank 1", "rank 0", [])
 
-    assert "such as a count of its calls" in text
+    assert "what earlier ones have left in an object" in text
     assert "write outputs='all'" in text
