@@ -125,7 +125,7 @@ def fits(
     schedule = draw(st.sampled_from(sorted(sizes)))
     stages, devices = draw(st.sampled_from(sizes[schedule]))
     interleaved = schedule == "1f1b" and stages > devices
-    chunks = draw(st.sampled_from([2, 4]) if interleaved else st.integers(1, 5))
+    chunks = draw(st.sampled_from(sorted({devices, 4})) if interleaved else st.integers(1, 5))
     strategy = {
         "schedule": schedule,
         "chunks": chunks,

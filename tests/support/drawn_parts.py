@@ -170,6 +170,17 @@ class Blocks(nn.Module):
         return x
 
 
+def _tie(module: nn.Module) -> None:
+    """Share parameters of the same kind and shape."""
+    first: dict[Any, nn.Parameter] = {}
+    for owner in module.modules():
+        if isinstance(owner, Blocks | nn.Linear | nn.LayerNorm):
+            for name, parameter in list(owner._parameters.items()):
+                if parameter is not None:
+                    key = type(owner), name, parameter.shape
+                    owner._parameters[name] = first.setdefault(key, parameter)
+
+
 @dataclass(frozen=True)
 class Part:
     """A pipeline.
@@ -179,17 +190,23 @@ class Part:
         steps: Its blocks.
         starts: The blocks with which stages begin, but the first.
         named: Whether the balance has names, not numbers.
+        tied: Whether linear layers of the same size, norms between blocks and parameters of all
+            blocks are shared, also by stages.
     """
 
     frontend: str
     steps: tuple[Step, ...]
     starts: tuple[int, ...]
     named: bool
+    tied: bool = False
 
     def build(self) -> nn.Module:
+        module: nn.Module = Blocks(self.steps)
         if self.frontend == "sequential":
-            return nn.Sequential(*(Blocks((step,)) for step in self.steps))
-        return Blocks(self.steps)
+            module = nn.Sequential(*(Blocks((step,)) for step in self.steps))
+        if self.tied:
+            _tie(module)
+        return module
 
     def run(self, module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
         return module(x) if self.frontend == "sequential" else module(x, mask)
@@ -225,6 +242,7 @@ def parts(
             draw(st.sampled_from(frontends)),
             tuple(steps),
             tuple(sorted(draw(starts))),
+            draw(st.booleans()),
             draw(st.booleans()),
         )
 

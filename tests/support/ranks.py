@@ -171,6 +171,14 @@ def four_ranks() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[Pool]:
+    """Eight processes of one process group."""
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
+
 @contextmanager
 def new_ranks(size: int) -> Iterator[Ranks]:
     """New processes, for a test that kills some or lets them fail."""
