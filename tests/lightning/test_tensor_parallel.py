@@ -258,6 +258,14 @@ def test_fit(
     compare(tmp_path, four_ranks, strategy, model, options)
 
 
+def test_compiled_layers(tmp_path: Path, two_ranks: Pool) -> None:
+    """One stage of two processes, each of which compiles its layers on its shards."""
+    strategy = {"balance": [2], "compile": {"backend": "eager"}, "verify": False}
+    options = {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 1}
+
+    compare(tmp_path, two_ranks, strategy, {}, options)
+
+
 def test_replicas(tmp_path: Path) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     with new_ranks(8) as ranks:
