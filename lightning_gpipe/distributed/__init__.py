@@ -32,6 +32,7 @@ from lightning_gpipe.distributed.gradients import SameParameters, check_alike, g
 from lightning_gpipe.distributed.gradients_around import GradientsAround
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
+from lightning_gpipe.distributed.mixed_steps import step_one_by_one
 from lightning_gpipe.distributed.optimizer_shards import OptimizerShards
 from lightning_gpipe.distributed.rendezvous import start_together
 from lightning_gpipe.distributed.replica_weights import (
@@ -88,6 +89,7 @@ __all__ = [
     "run_step",
     "shapes",
     "start_together",
+    "step_one_by_one",
     "undoing_fully_shard",
     "unshare",
     "versions",

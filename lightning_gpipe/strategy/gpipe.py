@@ -84,6 +84,7 @@ from lightning_gpipe.strategy.refusals import (
     check_fit,
     check_synchronised,
     explain_meta,
+    explain_shards,
     refuse_a_second_trainer,
     refuse_in_parts,
     refuse_metrics_on_meta,
@@ -93,6 +94,7 @@ from lightning_gpipe.strategy.refusals import (
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates
 from lightning_gpipe.strategy.sharding import Sharding
+from lightning_gpipe.strategy.stage_shards import StageShards
 from lightning_gpipe.strategy.user_steps import UserSteps
 
 
@@ -242,6 +244,7 @@ class GPipeStrategy(ParallelStrategy):
         self._sharding = Sharding(self._processes, ddp)
         self._averaging = GradientAveraging(self._processes, self._sharding, ddp)
         self._replicas = Replicas(self._processes, self._sharding, self._averaging)
+        self._stage_shards = StageShards(self._processes)
         super().__init__()
         self.num_nodes = 1  # a Trainer sets it
         # Not in the attribute of the base class, where a second Trainer would report another error.
@@ -487,7 +490,7 @@ class GPipeStrategy(ParallelStrategy):
             rich.print(piped.pipeline.listing())
         self.model_to_device()
         self._checkpoints.load_part(module)
-        self._replicas.equalise_stage(module)
+        self._stage_shards.equalise(module)
         if self.is_distributed:
             self._wrap()
             if trainer.state.fn == TrainerFn.FITTING:
@@ -512,6 +515,7 @@ class GPipeStrategy(ParallelStrategy):
             refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
         self._replicas.begin(self.precision_plugin, piped)
+        self._stage_shards.begin(piped, self.optimizers)
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
         self._sharding.divide_optimizers(self.optimizers, self._averaging.in_step)
@@ -605,6 +609,7 @@ class GPipeStrategy(ParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._processes.groups is None:
             return
+        self._stage_shards.after_backward()
         called = self._steps is None or self._steps.called
         alone = self._steps is None or self._steps.alone
         if self._replicas.after_backward(called=called, alone=alone):
@@ -750,6 +755,7 @@ class GPipeStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._processes.split or self.options.divides_parameters:
             explain_meta(exception, self._root)
+            explain_shards(exception, self._root)
         self._profiling.abort()
         self._train_alone()  # what was adapted refers to the process groups
         self._processes.leave()
@@ -793,6 +799,7 @@ class GPipeStrategy(ParallelStrategy):
     def _train_alone(self) -> None:
         """Let go of the other processes: what refers to their groups could not be copied."""
         self._replicas.end()
+        self._stage_shards.end()
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         if self.lightning_module is not None:

@@ -34,6 +34,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_gpipe.checkpoints import AtomicFiles
+from lightning_gpipe.core.data import is_uneven
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.strategy.adapters.averages import WeightAveraging
@@ -293,6 +294,20 @@ def explain_meta(error: BaseException, module: nn.Module) -> None:
             "write the optimizer's weight_decay, or add that of parameters that are not is_meta; "
             "for a norm of gradients write self.trainer.strategy.grad_norm(self); to call the "
             "model outside of its steps write outputs='all'.",
+        )
+
+
+def explain_shards(error: BaseException, module: nn.Module) -> None:
+    """Note in an error of DTensors which parameters are divided unevenly, and what needs more."""
+    names = [name for name, parameter in module.named_parameters() if is_uneven(parameter)]
+    if names and isinstance(error, RuntimeError) and "harding propagation failed" in str(error):
+        add_note(
+            error,
+            "RowwiseParallel takes features that are divided evenly among the processes of a "
+            "stage, as ColwiseParallel hands them over: got "
+            f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}. Use a number of "
+            "features that tensor_parallel divides, or ColwiseParallel("
+            "output_layouts=Replicate()) before RowwiseParallel(input_layouts=Replicate()).",
         )
 
 

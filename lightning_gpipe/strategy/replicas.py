@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torchmetrics import Metric
 
-from lightning_gpipe.core.data import divided_like
 from lightning_gpipe.core.faithful import (
     NOTHING,
     Attributes,
@@ -40,8 +39,6 @@ from lightning_gpipe.distributed import (
     Group,
     SameParameters,
     WorldSizeCalls,
-    check_alike,
-    equalise,
     gathered,
     gradient_norms,
 )
@@ -72,20 +69,11 @@ class Replicas:
         self._averaging = averaging
         self._together: SameParameters | None = None
         self._parts: GradientsAround | None = None
-        self._divided: list[nn.Parameter] = []  # among the processes of a stage
-        self._undivided: dict[str, nn.Parameter] = {}  # to be compared among these
         self._changes = Journal()  # of torch.distributed and torchmetrics
         self.world_size_calls = WorldSizeCalls()
         self.synchronising: Callable[[], Manager] = _apart
 
     # Values and gradients.
-
-    def equalise_stage(self, module: nn.Module) -> None:
-        """Give all processes of a stage the same values of what they have no shards of."""
-        groups = self._processes.groups
-        if groups is not None and self._processes.options.tensor_parallel > 1:
-            with groups.everyone.waiting_for("the values that the processes of a stage share"):
-                equalise(module, groups.stage, shards=False)
 
     def synchronise(self, piped: PipelinedModule) -> None:
         """Let batch norms normalise by the rows of all replicas, if the Trainer asks for it.
@@ -119,12 +107,6 @@ class Replicas:
             Whether some parameters have no values here any more, see
             :meth:`GradientsAround.add_up`.
         """
-        for parameter in self._divided:
-            if parameter.grad is not None:
-                parameter.grad = divided_like(parameter.grad, parameter)
-        undivided, self._undivided = self._undivided, {}
-        if undivided and self._processes.groups is not None:
-            check_alike(undivided, self._processes.groups.stage)
         if self._together is None or not self._averaging.is_due:
             return False
         dropped = self._together.equalise(called=called, alone=alone)
@@ -140,9 +122,6 @@ class Replicas:
         processes, around = self._processes, pipelined.around()
         layout = pipelined.modules[0].pipeline.layout
         group, everyone = processes.pipeline_group, None
-        self._divided = pipelined.divided()
-        shards = processes.options.tensor_parallel > 1
-        self._undivided = pipelined.undivided() if shards else {}
         for parameter in around if group is not None else ():
             recall(parameter, layout.outside)  # after another fit
         self._sharding.begin(around)
@@ -190,7 +169,6 @@ class Replicas:
         OWN.forget("replicas", "weights", "gradients")
         self._sharding.end()
         self._averaging.end()
-        self._divided, self._undivided = [], {}
         if self._together is not None:
             self._together.release()
             self._together = self._parts = None

@@ -24,7 +24,6 @@ from tests.gpu.models import ON_GPU
 from tests.gpu.test_cuda_processes import hazards
 from tests.gpu.test_cuda_replicas import on_host
 from tests.lightning.test_replicas import Halves
-from tests.simcuda.collectives import simulated_collectives
 from tests.support.lightning_modules import CLASSES, FEATURES, trainer
 from tests.support.ranks import NCCL, Pool
 from tests.support.trainers import trainer_over
@@ -120,7 +119,6 @@ def fit(
     options = {**OPTIONS, "callbacks": [peak], "accelerator": "gpu"}
     made = trainer_over(root, "single", balance, strategy, (4, 1), **options)
     with (
-        simulated_collectives() if SIMULATED else nullcontext(),
         patch.object(distributed, "_sync_ddp", partial(on_host, distributed._sync_ddp)),
         nullcontext() if waits else without_waits(),
     ):

@@ -1,6 +1,6 @@
 """Stages of several processes, which divide their layers, train as one process does.
 
-Here are also the tests of ``dtensors``.
+Here are also the tests of ``dtensors`` and ``stage_shards``.
 """
 
 from __future__ import annotations
@@ -155,6 +155,29 @@ class Tied(Model):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.blocks(x)
         return output
+
+
+class Uneven(Model):
+    """Has blocks with five inner features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.up, block.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+        self.double()
+
+
+class UnevenLayers(Uneven):
+    """Divides them in each layer alone."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not self.divided:
+            up, down = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel
+            plan: Any = {"up": up, "down": down(input_layouts=Replicate())}
+            for block in self.blocks:
+                parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+            self.divided = True
 
 
 class Texts(L.LightningDataModule):
@@ -476,3 +499,30 @@ def test_lost_process_of_a_stage_ends_all(tmp_path: Path) -> None:
     assert isinstance(lost, Failed)
     for each in others:
         assert each.startswith("RankFailed | ") and "rank 3" in each
+
+
+def fit_uneven(root: Path, build: Any) -> tuple[list[float], list[str]]:
+    """The losses, and the error with its notes."""
+    made, notes = over(root, {}, max_epochs=1), []
+    torch.manual_seed(0)
+    model = build()
+    try:
+        made.fit(model, Texts())
+    except RuntimeError as error:
+        notes = [f"{error}", *getattr(error, "__notes__", [])]
+    return model.seen, notes
+
+
+def test_features_that_do_not_divide(tmp_path: Path) -> None:
+    """A layer alone pads its shards; between layers nobody knows that there is one fewer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = UnevenLayers()
+        trainer(tmp_path, max_epochs=1).fit(model, Texts())
+
+    with new_ranks(4) as ranks:
+        for seen, notes in ranks.run(fit_uneven, tmp_path, UnevenLayers):
+            assert not notes
+            close(seen, model.seen)
+        for _, notes in ranks.run(fit_uneven, tmp_path, Uneven)[:2]:
+            assert any("got blocks.0.up.weight, blocks.0.up.bias, blocks.0." in x for x in notes)

@@ -212,9 +212,11 @@ def join_group(rank: int, size: int, store: str) -> None:
     backends = ["gloo"]
     if torch.cuda.device_count() >= 2:
         if _SIMULATED:
+            from tests.simcuda.collectives import provide_collectives
             from tests.simcuda.nccl import provide_nccl
 
             provide_nccl()
+            provide_collectives()
         backends += [NCCL] if dist.is_nccl_available() else []
     dist.init_process_group(
         backends[-1],

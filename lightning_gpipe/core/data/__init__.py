@@ -7,6 +7,7 @@ from lightning_gpipe.core.data.dtensors import (
     divided_like,
     from_shard,
     from_whole,
+    is_uneven,
     shard_of,
     whole_of,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "identity",
     "is_aliased",
     "is_registered",
+    "is_uneven",
     "is_whole",
     "join",
     "joined",

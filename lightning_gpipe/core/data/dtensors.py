@@ -8,7 +8,7 @@ a sum over replicas or into a file, is the shard of this process, or the whole t
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def shard_of(tensor: Tensor) -> Tensor:
@@ -27,6 +27,14 @@ def from_shard(shard: Tensor, like: Tensor) -> Tensor:
         run_check=False,
         shape=like.shape,
         stride=like.stride(),
+    )
+
+
+def is_uneven(tensor: Tensor) -> bool:
+    """Return whether processes have shards of different sizes of a DTensor."""
+    return isinstance(tensor, DTensor) and any(
+        isinstance(placement, Shard) and tensor.shape[placement.dim] % tensor.device_mesh.size(k)
+        for k, placement in enumerate(tensor.placements)
     )
 
 

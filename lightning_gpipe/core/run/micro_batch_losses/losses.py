@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import Term
+from lightning_gpipe.core.data import Term, shard_of
 from lightning_gpipe.core.faithful import Streams
 from lightning_gpipe.core.run.autograd_node import BackwardOnce, connect
 
@@ -257,7 +257,7 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in map(shard_of, gradients):
         if gradient.layout is torch.strided:
             groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         else:

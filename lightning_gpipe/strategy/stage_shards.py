@@ -1,0 +1,57 @@
+"""StageShards: the parameters that processes of one stage divide, and those they have alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gpipe.core.data import divided_like
+from lightning_gpipe.distributed import check_alike, equalise, step_one_by_one
+from lightning_gpipe.strategy.pipelined import PipelinedModule
+from lightning_gpipe.strategy.processes import Processes
+
+
+class StageShards:
+    """Keeps the processes of a stage in step, with tensor parallelism.
+
+    A layer communicates by itself; here is what all of them need around its calls.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._divided: list[nn.Parameter] = []
+        self._undivided: dict[str, nn.Parameter] = {}  # until the first backward
+        self._handles: list[RemovableHandle] = []  # of hooks on optimizers
+
+    def equalise(self, module: nn.Module) -> None:
+        """Give all processes of a stage the same values of what they have no shards of."""
+        groups = self._processes.groups
+        if groups is not None and self._processes.options.tensor_parallel > 1:
+            with groups.everyone.waiting_for("the values that the processes of a stage share"):
+                equalise(module, groups.stage, shards=False)
+
+    def begin(self, pipelined: PipelinedModule, optimizers: Sequence[Optimizer]) -> None:
+        """Keep the processes in step from now on, until :meth:`end`."""
+        self._divided = pipelined.divided()
+        compares = self._processes.options.tensor_parallel > 1
+        self._undivided = pipelined.undivided() if compares else {}
+        if self._divided:
+            self._handles = list(chain.from_iterable(map(step_one_by_one, optimizers)))
+
+    def after_backward(self) -> None:
+        """Divide gradients as their parameters are; check once that the others are alike."""
+        for parameter in self._divided:
+            if parameter.grad is not None:
+                parameter.grad = divided_like(parameter.grad, parameter)
+        undivided, self._undivided = self._undivided, {}
+        if undivided and self._processes.groups is not None:
+            check_alike(undivided, self._processes.groups.stage)
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._divided, self._undivided, self._handles = [], {}, []
