@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail
@@ -27,12 +29,19 @@ needs_nccl = pytest.mark.skipif(
 def recorded_ways() -> Iterator[Ways]:
     """A ``with`` block that records the ways of what this process sends in it."""
     ways: Ways = []
-    post = Links.post
+    post, post_announced = Links.post, Links.post_announced
 
-    def record(links: Links, rank: int, header: Header, mail: Mail) -> None:
+    def record(links: Links, rank: int, header: Header, mail: Mail, ahead: Any = ()) -> None:
         if any(mail.on_device):
             ways.append(mail.gpus)
-        post(links, rank, header, mail)
+        post(links, rank, header, mail, ahead)
 
-    with patch.object(Links, "post", record):
+    def record_announced(links: Links, rank: int, gpus: GpuPair, content: Tensor) -> None:
+        ways.append(gpus)
+        post_announced(links, rank, gpus, content)
+
+    with (
+        patch.object(Links, "post", record),
+        patch.object(Links, "post_announced", record_announced),
+    ):
         yield ways

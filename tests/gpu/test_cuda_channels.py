@@ -149,7 +149,7 @@ def test_announcements_and_sends_are_in_one_order() -> None:
 
     channels.send = send
 
-    def announce(header: Header, body: bytes, tensors: Any) -> list[Any]:
+    def announce(header: Header, body: bytes, tensors: Any, *, hold: bool) -> list[Any]:
         order.append(("announce", header.serial))
         return []
 

@@ -54,6 +54,8 @@ class Recipient(Protocol):
 
     def fail(self, failure: Failure) -> None: ...
 
+    def abandon(self) -> None: ...
+
 
 class Office:
     """Sends and receives for one process; made in all of them at once.
@@ -144,6 +146,9 @@ class Office:
 
         Their run ends with it, or their next one; the one after that works.
         """
+        recipient = self._recipient
+        if recipient is not None:
+            recipient.abandon()
         with self._lock:
             if self.ledger.was_sent(error):
                 return

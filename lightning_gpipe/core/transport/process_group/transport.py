@@ -28,10 +28,15 @@ from lightning_gpipe.core.transport.interface import (
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.process_group.connecting.gpus import GpuTable
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
+from lightning_gpipe.core.transport.process_group.gradients_ahead import Forms, GradientsAhead
 from lightning_gpipe.core.transport.process_group.ledger import Failure, names_of
 from lightning_gpipe.core.transport.process_group.mismatch import PHASES, difference
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
-from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair, is_dense
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
+    DenseForm,
+    GpuPair,
+    is_dense,
+)
 
 _END = Route(SkipName(None, "end"), CALLER, CALLER)  # of a phase, for those who get no result
 
@@ -56,6 +61,7 @@ class ProcessGroupExchange(LocalExchange):
         awaited: Collection[Action] | None,
         copies: Copies,
         connection: Connection,
+        forms: dict[Action, DenseForm],
     ) -> None:
         super().__init__(layout, phase, copies)
         self._layout = layout
@@ -64,6 +70,7 @@ class ProcessGroupExchange(LocalExchange):
         self._office = connection.office
         self._links = connection.office.links
         self._gpus = connection.gpus
+        self._ahead = GradientsAhead(layout, phase, forms, self._links)
         self._error: RankFailed | OutOfStep | None = None
         self._bits: Callable[[], int] = int
         self._holds = False
@@ -132,9 +139,11 @@ class ProcessGroupExchange(LocalExchange):
 
     def _post(self, rank: int, to: Action, value: FlatTree, skip: Route | None) -> None:
         mail = self._mail(to, value, skip)
-        if self._gpus is not None:
+        if self._gpus is None:
+            self._links.post(rank, self._header_now(), mail)
+        else:
             mail = mail._replace(gpus=self._gpus_between(mail, self._gpus))
-        self._links.post(rank, self._header_now(), mail)
+            self._ahead.post(rank, self._header_now(), mail)
 
     def _post_to_all(self, to: Action, value: FlatTree, skip: Route | None) -> None:
         mail = self._mail(to, value, skip)
@@ -189,11 +198,16 @@ class ProcessGroupExchange(LocalExchange):
             self._end_with(OutOfStep(text))
             return
         self.heard |= header.bits  # before the value: its receiver reads these
+        if mail.ready is not None and mail.route is None:
+            self._ahead.record(mail)
         route = self._layout.routes[mail.route] if isinstance(mail.route, int) else mail.route
         self.put(mail.to, route, *self._moved(mail))
 
     def fail(self, failure: Failure) -> None:
         self._end_with(self._error_of(failure))
+
+    def abandon(self) -> None:
+        self._ahead.abandon()
 
     def _error_of(self, failure: Failure) -> RankFailed | OutOfStep:
         return failure.error(self._office.ranks, self._layout)
@@ -255,9 +269,11 @@ class ProcessGroupTransport(Transport):
         self._connection = connection
         self._office = connection.office
         self._number = connection.first + pipeline
+        self._forms = Forms()
         self._inline: ProcessGroupTransport | None = None
         if isinstance(runner, LocalTransport):
             self._inline = ProcessGroupTransport(layout, runner.inline(), connection, pipeline)
+            self._inline._forms = self._forms
 
     def start(self) -> None:
         """Receive, and expect heartbeats of the other processes, from now on."""
@@ -274,7 +290,10 @@ class ProcessGroupTransport(Transport):
         copies = self._runner.inline().copies()
         assert label is not None, "processes compare the labels of what they run"
         label = label._replace(pipeline=self._number)
-        return ProcessGroupExchange(self._layout, phase, label, awaited, copies, self._connection)
+        forms = self._forms.of(self._office.ledger.failed, label)
+        return ProcessGroupExchange(
+            self._layout, phase, label, awaited, copies, self._connection, forms
+        )
 
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:

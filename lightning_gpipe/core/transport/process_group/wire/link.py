@@ -43,6 +43,7 @@ from lightning_gpipe.core.transport.process_group.wire.message import (
     Mail,
     MessageCode,
 )
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
 
 _TAG, _TAG_AFTER = 7_300, 7_301  # of messages, and of the bytes that go after them
 # A process may pause for as long as it likes: the group's timeout is for its connection only.
@@ -190,19 +191,29 @@ class Link:
             self._envelope_header = header
             return sends if hold and not self._envelope.full else sends + self.flush()
 
-    def post_straight(self, header: Header, mail: Mail) -> list[PendingSend]:
-        """Announce a value, and send its tensors from GPU to GPU."""
+    def post_straight(
+        self, header: Header, mail: Mail, ahead: Sequence[bytes] = ()
+    ) -> list[PendingSend]:
+        """Announce a value, and values ahead, and send its tensors from GPU to GPU."""
         assert mail.gpus is not None, "they are known"
         body, tensors = mail.encode()
         on_host = [content for content in tensors if content.device.type == "cpu"]
         on_gpu = [content for content in tensors if content.device.type != "cpu"]
         with self._straight:
-            sends = self.post(header, body, on_host)
-            try:
-                self._channels.send(self.rank, mail.gpus, on_gpu)
-            except ChannelAborted as error:
-                raise ConnectionBroken(str(error)) from error
+            with self._lock:
+                sends = self.post(header, body, on_host, hold=True)
+                for announcement in ahead:
+                    sends += self.post(header, announcement, (), hold=True)
+                sends += self.flush()
+            self.send_straight(mail.gpus, on_gpu)
         return sends
+
+    def send_straight(self, gpus: GpuPair, tensors: Sequence[Tensor]) -> None:
+        """Send tensors that were announced from GPU to GPU."""
+        try:
+            self._channels.send(self.rank, gpus, tensors)
+        except ChannelAborted as error:
+            raise ConnectionBroken(str(error)) from error
 
     def flush(self) -> list[PendingSend]:
         """Send the values that were held back."""

@@ -36,6 +36,7 @@ from lightning_gpipe.core.transport.process_group.wire.message import (
     Mail,
     MessageCode,
 )
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
 from lightning_gpipe.core.transport.threads import WorkerThread
 
 _POLL = 0.2  # seconds
@@ -109,14 +110,23 @@ class Links:
         hop = self._tree.next_hop(self._rank, header.to)
         self._send(hop, partial(self._by_rank[hop].tell, header))
 
-    def post(self, rank: int, header: Header, mail: Mail) -> None:
-        """Send a value to another process, see :meth:`Link.post`."""
+    def post(self, rank: int, header: Header, mail: Mail, ahead: Sequence[bytes] = ()) -> None:
+        """Send a value to another process, and announcements of others, see :meth:`Link.post`."""
         header = header._replace(origin=self._rank, to=rank)
         link = self._reach(rank)
         if mail.gpus is None:
             self._send(rank, partial(link.post, header, *mail.encode()))
         else:
-            self._send(rank, partial(link.post_straight, header, mail))
+            self._send(rank, partial(link.post_straight, header, mail, ahead))
+
+    def post_announced(self, rank: int, gpus: GpuPair, content: Tensor) -> None:
+        """Send a tensor that was announced from GPU to GPU."""
+
+        def send() -> Sequence[PendingSend]:
+            self._by_rank[rank].send_straight(gpus, [content])
+            return ()
+
+        self._send(rank, send)
 
     def post_to_all(self, header: Header, mail: Mail, *, hold: bool = False) -> None:
         """Send a value to all other processes, over the tree whose root this one is."""

@@ -24,6 +24,7 @@ from lightning_gpipe.core.transport.process_group.wire.lone_tensor import (
     split_lone_tensor,
 )
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
+    DenseForm,
     GpuPair,
     Receive,
     pack,
@@ -104,14 +105,22 @@ class Mail(NamedTuple):
     def encode(self) -> tuple[bytes, list[Tensor]]:
         """Return the value without its dense tensors, and the bytes of these."""
         (kind, i, j), route, (leaves, spec), on_device, gpus, _ = self
-        if (spec is LEAF_SPEC or spec is None) and not isinstance(route, Route):
-            number = _NO_ROUTE if route is None else route
-            numbers = _NUMBERS[kind], i, j, number, spec is LEAF_SPEC, *on_device
-            if lone := split_lone_tensor(leaves, numbers, gpus):
-                body, content = lone
-                return body, [content]
+        plain = (spec is LEAF_SPEC or spec is None) and not isinstance(route, Route)
+        if plain and (lone := split_lone_tensor(leaves, self._numbers(), gpus)):
+            body, content = lone
+            return body, [content]
         # Names and numbers: to pickle objects of these classes would take three times as long.
         return pack((kind.name, i, j, route, leaves, spec, on_device), gpus)
+
+    def announcement(self, form: DenseForm) -> bytes:
+        """Return what :meth:`encode` returns without bytes, for one tensor that comes straight."""
+        return LoneTensor(self._numbers(), False, form).encode()
+
+    def _numbers(self) -> tuple[int, ...]:
+        (kind, i, j), route, (_, spec), on_device, _, _ = self
+        assert not isinstance(route, Route), "it has a number"
+        number = _NO_ROUTE if route is None else route
+        return _NUMBERS[kind], i, j, number, spec is LEAF_SPEC, *on_device
 
     @classmethod
     def decode(

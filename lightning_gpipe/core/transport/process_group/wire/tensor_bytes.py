@@ -12,6 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,11 @@ class DenseForm(NamedTuple):
     stride: tuple[int, ...]
     stored: tuple[int, ...]
     gpus: GpuPair | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its memory."""
+        return prod(self.stored) * self.dtype.itemsize
 
 
 Receive = Callable[[DenseForm], Tensor]
