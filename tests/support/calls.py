@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 import lightning_gpipe
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 STAGES = 4
-MODES: tuple[ActivationCheckpointing, ...] = ("never", "always")
+Way = Literal["never", "always", "1f1b"]  # of recomputation, or a loss for each micro-batch
 
 
 class Scale(nn.Module):
@@ -31,14 +30,14 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def calls_in_a_step(chunks: int, mode: ActivationCheckpointing) -> int:
+def calls_in_a_step(chunks: int, way: Way) -> int:
     """The calls in a step, forward and backward, on one device."""
     pipeline = GPipe(
         nn.Sequential(*(Scale() for _ in range(STAGES))),
         [1] * STAGES,
         devices=["cpu"],
         chunks=chunks,
-        activation_checkpointing=mode,
+        activation_checkpointing="never" if way == "1f1b" else way,
     )
     x, package = torch.ones(chunks, 2), str(lightning_gpipe.__path__[0])
     count = 0
@@ -47,21 +46,29 @@ def calls_in_a_step(chunks: int, mode: ActivationCheckpointing) -> int:
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(package)
 
+    def step() -> None:
+        if way != "1f1b":
+            pipeline(x).sum().backward()
+            return
+        loss = pipeline.by_micro_batch(lambda rows: pipeline(rows).sum(), x).loss
+        assert loss is not None
+        loss.backward()
+
     for _ in range(3):  # the first ones look for what later ones know
-        pipeline(x).sum().backward()
+        step()
     sys.setprofile(profile)
     try:
-        pipeline(x).sum().backward()
+        step()
     finally:
         sys.setprofile(None)
     return count
 
 
-def counts() -> dict[ActivationCheckpointing, tuple[float, float]]:
-    """By mode, the calls per pair of stage and micro-batch, and beside these per mini-batch."""
-    found: dict[ActivationCheckpointing, tuple[float, float]] = {}
-    for mode in MODES:
-        few, many = (calls_in_a_step(chunks, mode) for chunks in (4, 12))
+def counts() -> dict[Way, tuple[float, float]]:
+    """By way, the calls per pair of stage and micro-batch, and beside these per mini-batch."""
+    found: dict[Way, tuple[float, float]] = {}
+    for way in get_args(Way):
+        few, many = (calls_in_a_step(chunks, way) for chunks in (4, 12))
         per_pair = (many - few) / (8 * STAGES)
-        found[mode] = per_pair, few - 4 * STAGES * per_pair
+        found[way] = per_pair, few - 4 * STAGES * per_pair
     return found

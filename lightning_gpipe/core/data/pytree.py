@@ -85,7 +85,7 @@ def tree_flatten(tree: Any) -> FlatTree:
     """Flatten ``tree``, or raise a TypeError if a leaf is an object that holds tensors."""
     if type(tree) is Tensor:
         return _flat(([tree], LEAF_SPEC))
-    leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_opaque)
+    leaves, spec = _flattened(tree)
     if any(map(_is_opaque, leaves)):
         leaves, spec = _pytree.tree_flatten(_with_records(tree), is_leaf=_is_opaque)
     for leaf in leaves:
@@ -153,7 +153,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def map_instances(kind: type[T], function: Callable[[T], Any], tree: Any) -> Any:
     """Replace each leaf of the tree that is a ``kind`` by ``function(leaf)``."""
-    leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_opaque)
+    leaves, spec = _flattened(tree)
     if any(map(_is_opaque, leaves)):
         leaves, spec = _pytree.tree_flatten(_with_records(tree, kind))
     mapped = [function(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves]
@@ -291,6 +291,19 @@ class _DataclassNode:
     def __init__(self, kind: _DataclassSpec, values: list[Any]) -> None:
         self.kind = kind
         self.values = values
+
+
+def _flattened(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
+    """Flatten ``tree`` down to what PyTorch must not flatten."""
+    kind: Any = type(tree)
+    if kind in (tuple, list) and {*map(type, tree)} == {Tensor}:  # as batches most often are
+        return list(tree), _structure_of_tensors(kind, len(tree))
+    return _pytree.tree_flatten(tree, is_leaf=_is_opaque)
+
+
+@lru_cache(maxsize=64)
+def _structure_of_tensors(kind: Any, number: int) -> _pytree.TreeSpec:
+    return _pytree.tree_flatten(kind([0] * number))[1]
 
 
 def _is_opaque(tree: Any) -> bool:
