@@ -69,7 +69,6 @@ from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.adapters.signals import Signals
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import compile_layers
-from lightning_gpipe.strategy.gradient_averaging import GradientAveraging
 from lightning_gpipe.strategy.inner_processes import InnerProcesses
 from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.options import (
@@ -91,10 +90,11 @@ from lightning_gpipe.strategy.refusals import (
     refuse_recomputed_metrics,
     refuse_sparse_gradients,
 )
-from lightning_gpipe.strategy.replicas import Replicas
+from lightning_gpipe.strategy.replicas.gradient_averaging import GradientAveraging
+from lightning_gpipe.strategy.replicas.replicas import Replicas
+from lightning_gpipe.strategy.replicas.sharding import Sharding
+from lightning_gpipe.strategy.replicas.stage_shards import StageShards
 from lightning_gpipe.strategy.resuming import RandomStates
-from lightning_gpipe.strategy.sharding import Sharding
-from lightning_gpipe.strategy.stage_shards import StageShards
 from lightning_gpipe.strategy.user_steps import UserSteps
 
 

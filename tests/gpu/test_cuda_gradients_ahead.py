@@ -1,4 +1,7 @@
-"""Gradients between GPUs of two processes: announced together, sent whatever happens."""
+"""Gradients between GPUs of two processes: announced together, sent whatever happens.
+
+Here are the tests of ``gradients_ahead``.
+"""
 
 from __future__ import annotations
 

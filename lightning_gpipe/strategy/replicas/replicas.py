@@ -42,10 +42,10 @@ from lightning_gpipe.distributed import (
     gathered,
     gradient_norms,
 )
-from lightning_gpipe.strategy.gradient_averaging import GradientAveraging
 from lightning_gpipe.strategy.pipelined import PipelinedModule
 from lightning_gpipe.strategy.processes import Processes
-from lightning_gpipe.strategy.sharding import Sharding
+from lightning_gpipe.strategy.replicas.gradient_averaging import GradientAveraging
+from lightning_gpipe.strategy.replicas.sharding import Sharding
 
 
 class Replicas:

@@ -32,7 +32,7 @@ from lightning_gpipe.distributed import (
 )
 from lightning_gpipe.strategy.pipelined import PipelinedModule
 from lightning_gpipe.strategy.processes import Processes
-from lightning_gpipe.strategy.sharding import Sharding
+from lightning_gpipe.strategy.replicas.sharding import Sharding
 
 
 class GradientAveraging:
