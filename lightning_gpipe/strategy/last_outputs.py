@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_gpipe.core.faithful import BufferState, Journal, RandomState
+from lightning_gpipe.core.faithful import BufferState, Journal, RandomState, version_of
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import StepAtLast
 from lightning_gpipe.core.transport import OutputElsewhere
@@ -47,11 +47,13 @@ class _State(NamedTuple):
         random: The states of the random generators.
         buffers: The buffers around the stages.
         attributes: The attributes of each module, and what they are now.
+        parameters: The parameters around the stages, with their versions.
     """
 
     random: RandomState
     buffers: BufferState
     attributes: list[tuple[str, dict[str, Any], dict[str, Any]]]
+    parameters: list[tuple[str, str, nn.Parameter, int]]
 
     def changed_values(self) -> list[tuple[str, str, Any]]:
         """Return what is assigned to attributes since, if other processes are told of it."""
@@ -177,7 +179,14 @@ class LastOutputs:
 
     def _state(self) -> _State:
         attributes = [(path, dict(vars(x)), vars(x)) for path, x in self._all.items()]
-        return _State(RandomState.capture(), BufferState(list(self._modules.values())), attributes)
+        buffers = BufferState(list(self._modules.values()))
+        parameters = [
+            (path, name, parameter, version_of(parameter))
+            for path, module in self._modules.items()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        return _State(RandomState.capture(), buffers, attributes, parameters)
 
     def _outcome(self, step: StepAtLast, result: Any, before: _State | None) -> Mapping[str, Any]:
         """Return what the other processes must know of a step."""
@@ -197,6 +206,11 @@ class LastOutputs:
                 for owner, name in before.buffers.changed
             ],
             "attributes": before.changed_values(),
+            "parameters": [
+                (path, name, parameter.detach())
+                for path, name, parameter, version in before.parameters
+                if version_of(parameter) != version
+            ],
             "random": before.random.changes(),
             "left": self._inner.left,
             "layers": self._inner.calls,
@@ -208,6 +222,11 @@ class LastOutputs:
         RandomState.capture().follow(outcome["random"])
         for path, name, value in outcome["buffers"]:
             self._modules[path]._buffers[name] = value
+        for path, name, value in outcome["parameters"]:
+            parameter = self._modules[path]._parameters[name]
+            if parameter is not None and not parameter.is_meta:
+                with torch.no_grad():
+                    parameter.copy_(value)
         for path, name, value in outcome["attributes"]:
             vars(self._all[path])[name] = value
         for path, count in outcome["updates"].items():

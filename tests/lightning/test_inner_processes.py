@@ -333,6 +333,20 @@ class ScalingLater(Leaving):
         return outcome
 
 
+class Following(Everything):
+    """Has a layer before the call that follows another one, by edits after the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 6).double().requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outcome = super().training_step([self.teacher(batch[0].double()), batch[1]], batch_idx)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(outcome["loss"])
+        return outcome
+
+
 class Smoothing(Everything):
     """Keeps a mean of its losses as a tensor, by which it weights the next step's input."""
 
@@ -355,6 +369,7 @@ class Smoothing(Everything):
         (Filling, "fill_drain"),
         (ScalingLater, "fill_drain"),
         (Smoothing, "fill_drain"),
+        (Following, "fill_drain"),
         (Leaving, "fill_drain"),
         (Leaving, "1f1b"),
         (Setting, "fill_drain"),
