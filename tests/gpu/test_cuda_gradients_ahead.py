@@ -266,14 +266,14 @@ GPUS = 0, 1
 def begin(m: int = 4, *, known: int = 4, phase: int = 1) -> tuple[RecordedLinks, GradientsAhead]:
     """The phase of a second process, to which the forms of some gradients are known."""
     layout: Any = SimpleNamespace(
-        workers_here=[1], rank=1, placement=(0, 1), owner_of=lambda j: (0, 1)[j]
+        n=2, workers_here=[1], rank=1, placement=(0, 1), owner_of=lambda j: (0, 1)[j]
     )
     schedule = fill_drain(m, (0, 1))
     links: Any = RecordedLinks()
     ahead = GradientsAhead(layout, schedule.phase(phase), {}, links)
     for i in range(m - known, m):
         x = torch.ones(2, dtype=torch.float64, device="cuda:0", requires_grad=True)
-        ahead.record(Mail(Action(Kind.FORWARD, i, 1), None, tree_flatten(x)))
+        ahead.record(0, Mail(Action(Kind.FORWARD, i, 1), None, tree_flatten(x)))
     return links, ahead
 
 
@@ -338,6 +338,17 @@ def test_only_known_forms_are_announced() -> None:
         post(ahead, i, 0.0)
 
     assert [sent[-1] for sent in links.sent if isinstance(sent[-1], int)] == [2, 0, 0, 0, 0, 0]
+
+
+def test_gradient_is_not_announced_ahead_where_another_one_may_overtake() -> None:
+    """That of a skip tensor, which the same backward sends before it, and straight as well."""
+    links, ahead = begin()
+    x = torch.ones(2, device="cuda:0", requires_grad=True)
+    ahead.record(0, Mail(Action(Kind.FORWARD, 1, 1), 0, tree_flatten(x)))
+    for i in (3, 2, 1):
+        post(ahead, i, float(i))
+
+    assert links.sent == [(3, True, 1), (0, GPUS, [2.0, 2.0]), (1, True, 0)]
 
 
 def test_nothing_is_announced_ahead_beside_forwards() -> None:

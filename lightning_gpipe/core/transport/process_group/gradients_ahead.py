@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.data import FlatTree, requires_grad
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, successor
 from lightning_gpipe.core.transport.interface import Label
@@ -49,13 +49,17 @@ class _Announced(NamedTuple):
     form: DenseForm
 
 
+# The forms of gradients, by the actions that need them; None for those that others may overtake.
+KnownForms = dict[Action, DenseForm | None]
+
+
 class Forms:
-    """The forms of gradients, by the actions that need them, from each forward to its backward."""
+    """The forms of gradients that are known, from each forward to its backward."""
 
     def __init__(self) -> None:
-        self._by_minibatch: dict[tuple[int, int], dict[Action, DenseForm]] = {}
+        self._by_minibatch: dict[tuple[int, int], KnownForms] = {}
 
-    def of(self, failed: int, label: Label) -> dict[Action, DenseForm]:
+    def of(self, failed: int, label: Label) -> KnownForms:
         """Return those for a phase, after so many failed runs; a forward has none at first."""
         minibatch = failed, label.minibatch
         if label.phase:
@@ -72,7 +76,7 @@ class GradientsAhead:
     Args:
         layout: What runs where.
         phase: The phase; nothing is announced ahead where it has forwards too.
-        forms: The forms of the gradients, by the actions that need them, as far as they are known.
+        forms: The forms of the gradients, as far as they are known.
         links: The connections.
     """
 
@@ -80,7 +84,7 @@ class GradientsAhead:
         self,
         layout: Layout,
         phase: Schedule,
-        forms: dict[Action, DenseForm],
+        forms: KnownForms,
         links: Links,
     ) -> None:
         self._forms = forms
@@ -91,13 +95,21 @@ class GradientsAhead:
         self._lock = threading.Lock()
         self._announced: dict[Action, _Announced] = {}  # in the order in which they are sent
 
-    def record(self, mail: Mail) -> None:
-        """Know the gradient of an activation that has come straight."""
-        [*leaves], to = mail.value.leaves, mail.to
-        if to.kind is Kind.FORWARD and len(leaves) == 1 and leaves[0].requires_grad:
-            form, _ = form_and_bytes(leaves[0].detach(), (leaves[0].device.index, 0))
-            if form.stored == form.size and leaves[0].numel():
-                self._forms[Action(Kind.BACKWARD, to.i, to.j - 1)] = form
+    def record(self, rank: int, mail: Mail) -> None:
+        """Know the gradient of an activation that has come straight from a process.
+
+        Those of values on other routes would overtake it, so with these none is known.
+        """
+        (kind, i, j), leaves = mail.to, mail.value.leaves
+        if kind is not Kind.FORWARD or not any(map(requires_grad, leaves)):
+            return
+        if mail.route is not None:
+            stages = [j for j in range(self._layout.n) if self._layout.owner_of(j) == rank]
+            self._forms.update((Action(Kind.BACKWARD, i, j), None) for j in stages)
+        elif len(leaves) == 1:
+            form, content = form_and_bytes(leaves[0].detach(), (leaves[0].device.index, 0))
+            if form.stored == form.size and len(content):
+                self._forms.setdefault(Action(Kind.BACKWARD, i, j - 1), form)
 
     def post(self, rank: int, header: Header, mail: Mail) -> None:
         """Send a value to another process, which may have been announced."""
@@ -124,7 +136,7 @@ class GradientsAhead:
         size = 0
         if self._next is None:
             self._next = {} if self._phase.forwards else dict(_pairs(self._layout, self._phase))
-        to = self._next.get(mail.to) if mail.to in self._forms else None
+        to = self._next.get(mail.to) if self._forms.get(mail.to) else None
         while to is not None and (form := self._forms.get(to)) is not None:
             size += form.nbytes
             if size > _MOST:

@@ -28,15 +28,15 @@ from lightning_gpipe.core.transport.interface import (
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.process_group.connecting.gpus import GpuTable
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
-from lightning_gpipe.core.transport.process_group.gradients_ahead import Forms, GradientsAhead
+from lightning_gpipe.core.transport.process_group.gradients_ahead import (
+    Forms,
+    GradientsAhead,
+    KnownForms,
+)
 from lightning_gpipe.core.transport.process_group.ledger import Failure, names_of
 from lightning_gpipe.core.transport.process_group.mismatch import PHASES, difference
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
-from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
-    DenseForm,
-    GpuPair,
-    is_dense,
-)
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair, is_dense
 
 _END = Route(SkipName(None, "end"), CALLER, CALLER)  # of a phase, for those who get no result
 
@@ -61,7 +61,7 @@ class ProcessGroupExchange(LocalExchange):
         awaited: Collection[Action] | None,
         copies: Copies,
         connection: Connection,
-        forms: dict[Action, DenseForm],
+        forms: KnownForms,
     ) -> None:
         super().__init__(layout, phase, copies)
         self._layout = layout
@@ -198,8 +198,8 @@ class ProcessGroupExchange(LocalExchange):
             self._end_with(OutOfStep(text))
             return
         self.heard |= header.bits  # before the value: its receiver reads these
-        if mail.ready is not None and mail.route is None:
-            self._ahead.record(mail)
+        if mail.ready is not None:
+            self._ahead.record(rank, mail)
         route = self._layout.routes[mail.route] if isinstance(mail.route, int) else mail.route
         self.put(mail.to, route, *self._moved(mail))
 
