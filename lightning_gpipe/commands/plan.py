@@ -18,7 +18,7 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.balance import Place
+from lightning_gpipe.core.layout import Sharding
 from lightning_gpipe.core.pipeline import LayerMeasurement, Requested, plan_measured
 from lightning_gpipe.core.planner import NoPlan, Plan
 from lightning_gpipe.core.schedules import SCHEDULES
@@ -50,11 +51,12 @@ def plan_command(arguments: Sequence[str]) -> int:
             _listed(options.device_memory),
             _listed(options.device_speed),
             options.host_speed,
+            options.replica_speed,
         )
         if options.plot is not None:
             check_can_draw()
         with redirect_stdout(sys.stderr):  # for what the user's code prints
-            plan, shards = _plan(others, places, operations, options)
+            planning = _plan(others, places, operations, options)
     except NoPlan as error:
         print(f"{error}", file=sys.stderr)
         if options.json:
@@ -66,10 +68,18 @@ def plan_command(arguments: Sequence[str]) -> int:
         notes = getattr(error, "__notes__", [])
         print("\n".join([f"{type(error).__name__}: {error}", *notes]), file=sys.stderr)
         return 1
+    plan, shards, replicas = planning.plan, planning.shards, planning.replicas
+    assert plan is not None, "the strategy was set up"
     if options.json:
-        print(json.dumps({**plan.as_dict(), "tensor_parallel": shards}))
+        sizes = {"tensor_parallel": shards, "replicas": replicas}
+        print(json.dumps({**plan.as_dict(), **sizes}))
     else:
         show_plan(plan)
+        if replicas > 1:
+            print(
+                f"replicas={replicas}: the devices above are those of one replica. What replicas "
+                "send one another for averages is not predicted."
+            )
         if shards > 1:
             print(
                 f"tensor_parallel={shards}: a device above stands for {shards}, among which "
@@ -91,7 +101,22 @@ class _Planning(CPUAccelerator):
     def __init__(self, places: list[Place], operations: float | None, options: Namespace) -> None:
         self.plan: Plan | None = None
         self.shards = 1  # of each stage
+        self.replicas = 1
+        self.sharding: Sharding | Literal["auto"] | None = "auto"
         self._places, self._operations, self._options = places, operations, options
+
+    def of_one_process(self, strategy: GPipeStrategy) -> GPipeStrategy:
+        """Return the strategy without replicas and shards, for this process measures alone."""
+        options = strategy.options
+        if options.replicas == options.tensor_parallel == 1:
+            return strategy
+        self.shards, self.replicas = options.tensor_parallel, options.replicas
+        if self.shards > 1 or options.sharding is not None:
+            self.sharding = options.sharding
+        alone = {"tensor_parallel": 1, "replicas": 1, "sharding": None, "ddp": None}
+        if options.processes == "single":
+            alone["lost_after"] = None
+        return GPipeStrategy(**{**vars(options), **alone})
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -104,7 +129,7 @@ class _Planning(CPUAccelerator):
                 f"a plan is for one pipeline: got {len(modules)}, "
                 f"{', '.join(each.name for each in modules)}. Give module= one path."
             )
-        places = _together(self._places, self.shards)
+        places = _together(_of_replica(self._places, self.replicas), self.shards)
         measuring = LayerMeasurement(
             modules,
             partial(entries_in, module, trainer, modules),
@@ -130,6 +155,8 @@ class _Planning(CPUAccelerator):
                 True if settings.split_backward is True else "auto",
                 options.weights or settings.weights,
                 "auto" if options.offload_activations else settings.offload_activations,
+                self.sharding,
+                self.replicas,
             ),
             options.stages,
             None,
@@ -141,18 +168,16 @@ class _Planning(CPUAccelerator):
 
 def _plan(
     others: Sequence[str], places: list[Place], operations: float | None, options: Namespace
-) -> tuple[Plan, int]:
-    """Run a fit until there is a plan; returns also the number of shards of each stage."""
+) -> _Planning:
+    """Run a fit until there is a plan."""
     planning = _Planning(places, operations, options)
 
     class Planner(LightningCLI):
         @override
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
             strategy = _pipelined(self._get(self.config_init, "trainer")["strategy"])
-            if isinstance(strategy, GPipeStrategy) and strategy.options.tensor_parallel > 1:
-                planning.shards = strategy.options.tensor_parallel
-                # Whole layers are measured.
-                strategy = GPipeStrategy(**{**vars(strategy.options), "tensor_parallel": 1})
+            if isinstance(strategy, GPipeStrategy):
+                strategy = planning.of_one_process(strategy)
             return super().instantiate_trainer(
                 **kwargs, accelerator=planning, devices=1, strategy=strategy
             )
@@ -165,8 +190,26 @@ def _plan(
             "a plan needs a model, and data or an example_input_array: the configuration has what "
             "the line above says. Write --config config.yaml, as for python -m lightning_gpipe fit."
         ) from error
-    assert planning.plan is not None, "the strategy was set up"
-    return planning.plan, planning.shards
+    return planning
+
+
+def _of_replica(places: Sequence[Place], replicas: int) -> list[Place]:
+    """Return the devices of one replica, each as slow and small as the worst in its place."""
+    if len(places) % replicas:
+        raise ValueError(
+            f"--devices must be a multiple of replicas: got {len(places)} devices for {replicas} "
+            "pipelines."
+        )
+    size = len(places) // replicas
+    alike = [places[k::size] for k in range(size)]
+    return [
+        replace(
+            those[0],
+            speed=min(place.speed for place in those),
+            memory=min(place.memory for place in those),
+        )
+        for those in alike
+    ]
 
 
 def _together(places: Sequence[Place], shards: int) -> list[Place]:
@@ -183,6 +226,7 @@ def _together(places: Sequence[Place], shards: int) -> list[Place]:
             speed=shards * min(place.speed for place in group),
             memory=shards * min(place.memory for place in group),
             host_speed=shards * group[0].host_speed,
+            replica_speed=shards * group[0].replica_speed,
         )
         for group in groups
     ]
@@ -227,6 +271,11 @@ def _parser() -> ArgumentParser:
         metavar="20GB/s",
         help="of the way between the memory of the host and each device",
     )
+    add(
+        "--replica-speed",
+        metavar="50GB/s",
+        help="of the way between a device and those of other replicas; by default it takes no time",
+    )
     add("--weights", choices=["device", "host", "auto"], help="where they are between their uses")
     add("--offload-activations", action="store_true", help="whether they may wait on the host")
     add("--stages", type=int, help="their number; by default what is fastest")
@@ -250,12 +299,16 @@ def _speed_of(text: str) -> tuple[float, bool]:
 
 
 def places_of(
-    devices: int | None, memory: Sequence[str], speed: Sequence[str], host_speed: str | None = None
+    devices: int | None,
+    memory: Sequence[str],
+    speed: Sequence[str],
+    host_speed: str | None = None,
+    replica_speed: str | None = None,
 ) -> tuple[list[Place], float | None]:
     """Return the devices, and the operations per second of the first if speeds are absolute.
 
     The lists have a value for each device, one for all, or none. Without a number of devices, that
-    of the lists counts. ``host_speed`` is for all.
+    of the lists counts. ``host_speed`` and ``replica_speed`` are for all.
 
     Raises:
         ValueError: If a value cannot be parsed, or the number of values is not that of the devices.
@@ -277,12 +330,19 @@ def places_of(
             f"--device-speed must have factors only, or operations only: got {' '.join(speed)}."
         )
     first = next((value for value, absolute in speeds if absolute), None)
-    way = "--host-speed must be bytes per second such as 20GB/s"
-    units = {f"{unit}/s": size for unit, size in _BYTES.items()}
-    bus = Place.host_speed if host_speed is None else _number(host_speed, units, way)
+    bus = _way("--host-speed", host_speed, Place.host_speed)
+    across = _way("--replica-speed", replica_speed, Place.replica_speed)
     factors = _for_each([value / (first or 1.0) for value, _ in speeds] or [1.0], number)
     places = zip(factors, _for_each(sizes or [inf], number), strict=True)
-    return [Place(speed=x, memory=size, host_speed=bus) for x, size in places], first
+    made = [Place(speed=x, memory=size, host_speed=bus, replica_speed=across) for x, size in places]
+    return made, first
+
+
+def _way(name: str, speed: str | None, default: float) -> float:
+    """Return the bytes per second of an option."""
+    units = {f"{unit}/s": size for unit, size in _BYTES.items()}
+    wrong = f"{name} must be bytes per second such as 20GB/s"
+    return default if speed is None else _number(speed, units, wrong)
 
 
 def _for_each(values: list[float], number: int) -> list[float]:

@@ -14,7 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpipe.checkpoints import FROM_CHECKPOINT
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
-from lightning_gpipe.core.layout import Around, Weights, check_around, check_balance
+from lightning_gpipe.core.layout import (
+    SHARDINGS,
+    Around,
+    Sharding,
+    Weights,
+    check_around,
+    check_balance,
+)
 from lightning_gpipe.core.pipeline import CRITERIA, Requested, balance_of_each, is_criterion
 from lightning_gpipe.core.run import Threads, check_threads, greenlets
 from lightning_gpipe.core.schedules import (
@@ -32,7 +39,6 @@ from lightning_gpipe.strategy.compilation import check_compile
 
 StartMethod = Literal["popen", "spawn", "fork"]
 Outputs = Literal["all", "last", "auto"]
-Sharding = Literal["optimizer", "gradients", "parameters"]
 
 P = ParamSpec("P")
 
@@ -151,6 +157,8 @@ class StrategyOptions:
             self.split_backward,
             self.weights,
             self.offload_activations,
+            self.sharding,
+            self.replicas,
         )
 
     def _check_processes(self) -> None:
@@ -171,7 +179,7 @@ class StrategyOptions:
             if value not in words:
                 known = ", ".join(map(repr, words))
                 raise ValueError(f"{name} must be one of {known}: got {value!r}.")
-        if self.sharding not in (None, *get_args(Sharding)):
+        if self.sharding not in SHARDINGS:
             known = ", ".join(map(repr, get_args(Sharding)))
             raise ValueError(f"sharding must be None or one of {known}: got {self.sharding!r}.")
         if self.sharding is not None and replicas == 1:

@@ -100,6 +100,39 @@ def test_stages_of_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--devices must be a multiple of tensor_parallel: got 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("processes", ["single", "per_stage"])
+def test_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: str) -> None:
+    def planned(*others: str, **arguments: Any) -> Any:
+        given = {"replicas": 2, "processes": processes, "lost_after": "0:00:20", **arguments}
+        strategy = {"class_path": "lightning_gpipe.GPipeStrategy", "init_args": given}
+        config = configured(tmp_path, f"{HERE}.OnMeta", strategy=strategy)
+        status = plan_command(["--config", config, "--measure-on", "meta", *others])
+        printed = capsys.readouterr()
+        return printed.err if status else json.loads(printed.out) if "--json" in others else printed
+
+    large = planned("--devices", "4", "--device-memory", "1MiB", "--json")
+    assert (large["replicas"], large["sharding"]) == (2, None)
+    assert {stage["device"] for stage in large["stages"]} <= {0, 1}
+    kinds = ("parameters", "gradients", "optimizer", "buffers")
+    held = sum(stage["memory"][kind] for stage in large["stages"] for kind in kinds)
+    little = f"{0.95 * held / 2:.0f}B"  # of two devices, which have no room for all
+    sizes = little, "1MiB", "1MiB", little  # the least of both replicas
+    small = planned("--devices", "4", "--device-memory", *sizes, "--json", sharding="optimizer")
+    assert small["sharding"] == "optimizer"
+    states = (sum(stage["memory"]["optimizer"] for stage in x["stages"]) for x in (small, large))
+    assert next(states) == next(states) / 2
+
+    tables = planned("--devices", "4", "--device-memory", little)
+    for part in (
+        "sharding='optimizer'",
+        "replicas=2: the devices above are those of one",
+        "divided",
+    ):
+        assert part in tables.out
+    error = planned("--devices", "3")
+    assert "--devices must be a multiple of replicas: got 3 devices for 2 pipelines" in error
+
+
 def test_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configured(tmp_path, f"{HERE}.OfAFewWords")
     assert plan_command(["--config", config, "--devices", "2", "--stages", "2", "--json"]) == 0
@@ -273,6 +306,7 @@ def test_devices_as_they_are_written() -> None:
     assert operations == 2e12
     [place], _ = places_of(1, [], [], "64GB/s")
     assert place.host_speed == 64e9
+    assert places_of(2, [], [], None, "50GB/s")[0] == [Place(replica_speed=50e9)] * 2
 
 
 @pytest.mark.parametrize(

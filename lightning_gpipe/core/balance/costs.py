@@ -85,6 +85,8 @@ class Place:
         least: The number of micro-batches that are alive at once if all are recomputed.
         host_speed: The bytes per second that come to it from the memory of the host, and as many
             that go there meanwhile; by default as on a PCIe bus of the fourth generation.
+        replica_speed: The bytes per second that come to it from other replicas; by default no time
+            counts for that.
     """
 
     speed: float = 1.0
@@ -96,12 +98,14 @@ class Place:
     micro_batches: int = 0
     least: float = 0
     host_speed: float = 20e9
+    replica_speed: float = inf
 
     def __post_init__(self) -> None:
         if not (isfinite(self.speed) and self.speed > 0):
             raise ValueError(f"the speed of a device must be positive: got {self.speed}.")
-        if not self.host_speed > 0:
-            raise ValueError(f"the speed of a bus must be positive: got {self.host_speed}.")
+        for speed in (self.host_speed, self.replica_speed):
+            if not speed > 0:
+                raise ValueError(f"the speed of a bus must be positive: got {speed}.")
         if not self.memory >= 0:
             raise ValueError(f"the memory of a device must not be negative: got {self.memory}.")
         numbers = [self.busy, self.taken, self.alive, self.extra, self.least]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from typing import Any, Literal
 
 
@@ -166,6 +167,14 @@ class ModelProfile:
             times = {name: cost.over(per_second) for name, cost in costs.items() if cost}
             layers.append(replace(layer, **times))
         return replace(self, layers=tuple(layers), unit="s")
+
+    def with_states(self, share: float) -> ModelProfile:
+        """Return the profile for devices that have a share of the optimizer's states."""
+
+        def divided(layer: LayerProfile) -> LayerProfile:
+            return replace(layer, optimizer_bytes=ceil(share * layer.optimizer_bytes))
+
+        return replace(self, layers=tuple(map(divided, self.layers)), around=divided(self.around))
 
     def as_dict(self) -> dict[str, Any]:
         """Return nested dicts and lists of numbers and strings, for JSON."""

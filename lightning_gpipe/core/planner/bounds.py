@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from lightning_gpipe.core.balance import ModelProfile, Place
+from lightning_gpipe.core.planner.held_shares import HeldShares
+from lightning_gpipe.core.planner.predicted_stage import Memory
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
 
@@ -19,11 +21,13 @@ class LowerBounds:
         profiles: The costs of the layers, measured with micro-batches of different sizes.
         places: The devices.
         rows: The number of rows of a mini-batch.
+        replicas: The number of pipelines.
     """
 
     profiles: Sequence[ModelProfile]
     places: Sequence[Place]
     rows: int
+    replicas: int = 1
 
     def devices(self, candidate: PlannedSettings) -> list[int]:
         """The device of each stage, of the best: the fastest, and of these the largest."""
@@ -61,9 +65,10 @@ class LowerBounds:
         memory = sum(self.places[d].memory for d in {*self.devices(candidate)})
         saved = 0 if candidate.offload else self._whole(candidate.chunks, False).saved
         profile = self.profiles[0]
-        held = profile.around.held_bytes + sum(layer.buffer_bytes for layer in profile.layers)
-        if candidate.weights == "device":
-            held = sum(layer.held_bytes for layer in (*profile.layers, profile.around))
+        of_stages = HeldShares.of_stages(candidate, self.replicas)
+        around = HeldShares.around_stages(candidate, self.replicas)
+        held = Memory.of(profile.layers).divided(of_stages).held
+        held += Memory.of([profile.around]).divided(around).held
         return held + _least_alive(candidate) * saved - memory
 
     @cached_property

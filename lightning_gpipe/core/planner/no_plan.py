@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_gpipe.core.layout import SHARDINGS
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.search import PlanSearch
 from lightning_gpipe.core.planner.settings import PlannedSettings
@@ -52,19 +53,24 @@ class NoPlan(ValueError):
 def fitting_plans(search: PlanSearch) -> list[Prediction]:
     """Return plans that fit, the cheapest first.
 
-    On the same devices with other numbers, with activations on the host, or with another schedule;
+    On the same devices with other numbers, with more of what is divided among replicas, with
+    activations on the host, or with another schedule;
     if these do not fit, with weights on the host, and on as few more devices as possible, each like
     the largest.
     """
     free = replace(search, stages=None, balance=None, chunks=None, activation_checkpointing=None)
     measured = tuple(filter(search.is_measured, KINDS))
-    offloaded = replace(free, offload=(False, "auto"))
-    for other in (free, offloaded, replace(offloaded, orders=measured)):
+    most = search.sharding[-1]
+    more = SHARDINGS[SHARDINGS.index(most) + 1 :] if search.replicas > 1 else ()
+    divided = [replace(free, sharding=(sharding,)) for sharding in more]
+    most_divided = replace(free, sharding=(*search.sharding, *more))
+    offloaded = replace(most_divided, offload=(False, "auto"))
+    for other in (free, *divided, offloaded, replace(offloaded, orders=measured)):
         if other != search and (fastest := other.fastest(other.candidates())) is not None:
             return [fastest]
     hosted = replace(offloaded, weights=("host",))
-    more = _on_more(free) or _on_more(replace(free, orders=measured))
-    return [plan for plan in (hosted.fastest(hosted.candidates()), more) if plan is not None]
+    on_more = _on_more(most_divided) or _on_more(replace(most_divided, orders=measured))
+    return [plan for plan in (hosted.fastest(hosted.candidates()), on_more) if plan is not None]
 
 
 def _on_more(free: PlanSearch) -> Prediction | None:
@@ -88,7 +94,8 @@ def _fits(search: PlanSearch) -> bool:
     n = len(search.places)
     for order in search.orders:
         m = search.numbers_of_micro_batches(n, order)[-1]
-        if not any(search.predicted(PlannedSettings(n, m, (m,) * n, order)).missing):
+        least = PlannedSettings(n, m, (m,) * n, order, sharding=search.sharding[-1])
+        if not any(search.predicted(least).missing):
             return True
     return False
 

@@ -21,7 +21,7 @@ def with_block(plan: Prediction, splits: Collection[bool]) -> Prediction:
     """
     settings, rows = plan.settings, max(plan.rows)
     n, m = settings.stages, settings.chunks
-    elsewhere = settings.offload_activations or settings.weights == "host"
+    elsewhere = settings.offload_activations or settings.has_visits
     if elsewhere or not n == len(plan.workers) > 1 or n * m > _LARGEST:
         return plan
     costs = {

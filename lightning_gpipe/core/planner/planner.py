@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.layout import Around, Weights, check_even
+from lightning_gpipe.core.layout import Around, Sharding, Weights, check_even
 from lightning_gpipe.core.planner.no_plan import NoPlan, fitting_plans
 from lightning_gpipe.core.planner.planned_block import with_block
 from lightning_gpipe.core.planner.prediction import Prediction
@@ -91,6 +91,8 @@ def plan_for(
     around: Around = "last",
     weights: Sequence[Weights] = ("device",),
     offload: Sequence[OffloadActivations | Literal["auto"]] = (False,),
+    sharding: Sequence[Sharding | None] = (None,),
+    replicas: int = 1,
     every_device: bool = False,
 ) -> Plan:
     """Return the plan with the least predicted time of those that fit the devices.
@@ -98,7 +100,7 @@ def plan_for(
     Args:
         profiles: The costs of the layers; of several profiles, measured with micro-batches of
             different sizes, the one with the nearest number of rows is used.
-        places: The devices: their speeds and memory.
+        places: The devices of a pipeline: their speeds and memory.
         stages: The number of stages; None allows up to one per device.
         balance: The number of layers in each stage, with one or several stages on each device; None
             finds the best one.
@@ -115,6 +117,9 @@ def plan_for(
             which the host is taken only if nothing else fits.
         offload: What of the activations may wait on the host: False nothing, True all, numbers of
             micro-batches of each stage, ``"auto"`` as few as fit.
+        sharding: What may be divided among replicas, the least first, of which more is taken only
+            if less does not fit.
+        replicas: The number of pipelines, on devices like these.
         every_device: Whether each device must have a stage.
 
     Raises:
@@ -146,6 +151,8 @@ def plan_for(
         kinds_for(schedule, split_backward),
         tuple(weights),
         tuple(x if isinstance(x, bool | str) else tuple(x) for x in offload),
+        tuple(sharding),
+        replicas,
         every_device,
     )
     if split_backward is None or schedule == "auto":
@@ -159,7 +166,7 @@ def plan_for(
             f"{counted(len(places), 'device')}. Schedules in the form of a V need two layers for "
             "each device."
         )
-    named = next(filter(None, map(search.fastest, _first_on_devices(candidates))), None)
+    named = next(filter(None, map(search.fastest, _simplest_first(candidates))), None)
     if named is None:
         raise NoPlan(search.nearest(candidates), fitting_plans(search))
     chosen = named
@@ -174,15 +181,14 @@ def plan_for(
     return Plan(chosen, tuple(alternatives))
 
 
-def _first_on_devices(
-    candidates: Sequence[PlannedSettings],
-) -> Iterator[Sequence[PlannedSettings]]:
-    """Yield the candidates with weights on the devices, and then those with weights on the host.
+def _simplest_first(candidates: Sequence[PlannedSettings]) -> Iterator[Sequence[PlannedSettings]]:
+    """Yield the candidates that divide nothing among replicas, then those that divide more.
 
-    The step of the optimizer is in no prediction, and takes longer where the weights are then.
+    Last are those with weights on the host. The step of the optimizer is in no prediction, and
+    takes longer where the weights or its states are elsewhere. The candidates are in this order.
     """
-    for where in get_args(Weights):
-        yield [candidate for candidate in candidates if candidate.weights == where]
+    for _, alike in groupby(candidates, lambda candidate: (candidate.weights, candidate.sharding)):
+        yield list(alike)
 
 
 def _check(search: PlanSearch) -> None:
@@ -205,7 +211,8 @@ def _check(search: PlanSearch) -> None:
             return
     if stages is None or 1 <= stages <= devices:
         return
-    if search.balance is None and search.weights == ("device",):
+    visits = "host" in search.weights or "parameters" in search.sharding
+    if search.balance is None and not visits:
         raise ValueError(
             f"a plan has a device for each stage: got {counted(stages, 'stage')} and "
             f"{counted(devices, 'device')}. Give as many devices as stages, or a balance, or "
@@ -224,15 +231,18 @@ def _in_other_ways(search: PlanSearch, best: PlannedSettings) -> Iterator[Predic
     Then, where they were to be chosen, the fastest with weights or activations elsewhere.
     """
     offload = next(choice for choice in search.offload if bool(choice) == bool(best.offload))
-    here = replace(search, weights=(best.weights,), offload=(offload,))
+    here = replace(search, weights=(best.weights,), offload=(offload,), sharding=(best.sharding,))
     for order in KINDS:
         placement = order.placement(best.stages, len(search.places))
         if order != best.order and order.possible(best.chunks, placement):
             same = replace(here, stages=best.stages, chunks=best.chunks, orders=(order,))
             yield from _fastest_or_nearest(same)
-    for weights, offload in product(search.weights, search.offload):
-        if (weights, bool(offload)) != (best.weights, bool(best.offload)):
-            yield from _fastest_or_nearest(replace(search, weights=(weights,), offload=(offload,)))
+    for weights, offload, sharding in product(search.weights, search.offload, search.sharding):
+        possible = weights == "device" or sharding == search.sharding[0]
+        if possible and (weights, bool(offload), sharding) != best.places:
+            yield from _fastest_or_nearest(
+                replace(search, weights=(weights,), offload=(offload,), sharding=(sharding,))
+            )
 
 
 def _fastest_or_nearest(search: PlanSearch) -> Iterator[Prediction]:
@@ -255,6 +265,11 @@ def _reason(chosen: Prediction, other: Prediction, orders: Sequence[ScheduleKind
         else:
             needs = "to be asked for"
         return f"{-slower:.1%} less time, but needs {needs}; write {order}"
+    if slower < -_SAME and (other.settings.weights, other.settings.sharding) != (
+        chosen.settings.weights,
+        chosen.settings.sharding,
+    ):
+        return f"{-slower:.1%} less time, but more is elsewhere, which nothing needs to fit"
     if slower <= _SAME:
         return "as fast, and no simpler"
     return f"{slower:.1%} slower: {_cause(chosen, other)}"
@@ -269,6 +284,8 @@ def _cause(chosen: Prediction, other: Prediction) -> str:
         return f"bubble {other.bubble:.0%}, not {chosen.bubble:.0%}"
     if (settings.weights, settings.offload) != (best.weights, best.offload):
         return "the way from and to the host takes longer"
+    if settings.sharding != best.sharding:
+        return "the way from other replicas takes longer"
     if settings.stages < best.stages:
         return "fewer devices compute"
     if settings.order.split and not best.order.split:

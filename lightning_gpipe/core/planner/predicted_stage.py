@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from lightning_gpipe.core.balance import LayerProfile
+from lightning_gpipe.core.planner.held_shares import HeldShares
 
 
 class Memory(NamedTuple):
@@ -34,6 +35,15 @@ class Memory(NamedTuple):
         """Return the static bytes of layers."""
         kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes")
         return cls(*(sum(getattr(layer, kind) for layer in layers) for kind in kinds))
+
+    def divided(self, shares: HeldShares) -> Memory:
+        """Return the bytes if a device has shares of them."""
+        parameters, gradients, optimizer = shares
+        return self._replace(
+            parameters=parameters * self.parameters,
+            gradients=gradients * self.gradients,
+            optimizer=optimizer * self.optimizer,
+        )
 
     @property
     def held(self) -> float:

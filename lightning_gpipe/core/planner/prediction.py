@@ -19,6 +19,7 @@ from typing import Any, Literal
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
 from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes
+from lightning_gpipe.core.planner.held_shares import HeldShares
 from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
 from lightning_gpipe.core.planner.row_actions import ROW_KINDS, RowActions, row_actions
 from lightning_gpipe.core.planner.row_memory import bytes_at_peaks, least_number, most_alive
@@ -44,6 +45,7 @@ class Prediction:
         rows: The number of rows of each micro-batch.
         around: The stage whose device has the modules around the layers.
         devices: The index of each stage's device.
+        replicas: The number of pipelines, each on devices like these.
     """
 
     settings: PlannedSettings
@@ -52,6 +54,7 @@ class Prediction:
     rows: tuple[int, ...]
     around: Around
     devices: tuple[int, ...]
+    replicas: int = 1
 
     @property
     def unit(self) -> Literal["s", "FLOP"]:
@@ -179,7 +182,21 @@ class Prediction:
 
     @property
     def _transfers(self) -> list[tuple[float, float]]:
-        """The times in which weights come from the host, and gradients go there, of each stage."""
+        """The times in which weights come from elsewhere, and gradients go there, of each stage.
+
+        Elsewhere is the host, or the other replicas, to which gradients go in any case.
+        """
+        if self.settings.sharding == "parameters":
+            others = 1 - 1 / self.replicas
+            return [
+                (
+                    others
+                    * sum(self.profile.layers[k].parameter_bytes for k in own)
+                    / place.replica_speed,
+                    0.0,
+                )
+                for own, place in zip(self._layers, self.places, strict=True)
+            ]
         if self.settings.weights == "device":
             return []
         return [
@@ -288,23 +305,22 @@ class Prediction:
     def _static(self, j: int) -> Memory:
         """The bytes of a stage whatever runs, and the outputs."""
         layers = [self.profile.layers[k] for k in self._layers[j]]
-        held = Memory.of(layers)
-        if self.settings.weights == "host":
-            held = held._replace(
-                parameters=held.parameters * (j in self._resident),
-                gradients=held.gradients
-                * (j in self._resident or self.settings.order.by_micro_batch),
-                optimizer=0.0,
-            )
+        shares = HeldShares.of_stages(self.settings, self.replicas)
+        if j in self._resident:
+            shares = shares._replace(parameters=1.0, gradients=1.0)
+        elif self.settings.order.by_micro_batch:
+            shares = shares._replace(gradients=1.0)
+        held = Memory.of(layers).divided(shares)
         if j == self._outside:
-            around = Memory.of([self.profile.around])
+            shares = HeldShares.around_stages(self.settings, self.replicas)
+            around = Memory.of([self.profile.around]).divided(shares)
             outputs = output_bytes(self.profile, self.rows, self.settings.order)
             held = Memory(*map(sum, zip(held, around, strict=True)))._replace(outputs=outputs)
         return held
 
     @cached_property
     def _resident(self) -> frozenset[int]:
-        """The stages whose weights are on a device at once, if all are on the host.
+        """The stages whose weights are on a device at once, if they come and go.
 
         Of each device two, at work and next: here those with the most weights. With one loss the
         gradients of two stages are there at once, and else those of all.

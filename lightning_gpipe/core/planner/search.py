@@ -26,9 +26,11 @@ from lightning_gpipe.core.balance import (
     solve_on,
     time_costs,
 )
-from lightning_gpipe.core.layout import Around, Weights
+from lightning_gpipe.core.layout import SHARDINGS, Around, Sharding, Weights
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.bounds import LowerBounds
+from lightning_gpipe.core.planner.held_shares import HeldShares
+from lightning_gpipe.core.planner.predicted_stage import Memory
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.row_actions import row_actions
 from lightning_gpipe.core.planner.row_memory import bytes_at_peaks, peak_of
@@ -54,8 +56,8 @@ _ALIVE = 8  # numbers that the solver tells apart; each has tables of its own
 class PlanSearch:
     """Balances, bounds and predicts candidates, each of them once.
 
-    What is None is left to choose; of ``orders``, the kinds of schedules, ``weights`` and
-    ``offload`` all are given from which to choose. ``every_device`` must have a stage. The
+    What is None is left to choose; of ``orders``, the kinds of schedules, ``weights``, ``offload``
+    and ``sharding`` all are given from which to choose. ``every_device`` must have a stage. The
     ``predictions`` are shared with the searches among other settings that are made from this one.
     """
 
@@ -71,6 +73,8 @@ class PlanSearch:
     orders: tuple[ScheduleKind, ...] = (FILL_DRAIN,)
     weights: tuple[Weights, ...] = ("device",)
     offload: tuple[bool | tuple[int, ...] | Literal["auto"], ...] = (False,)
+    sharding: tuple[Sharding | None, ...] = (None,)
+    replicas: int = 1
     every_device: bool = False
     predictions: dict[Hashable, Prediction] = field(default_factory=dict, repr=False, compare=False)
 
@@ -86,22 +90,29 @@ class PlanSearch:
         """Return all combinations of what is left to choose, without balances."""
         mode = self.activation_checkpointing
         return [
-            PlannedSettings(n, m, numbers, order, weights=weights, offload=offload)
-            for weights, offload, order in product(self.weights, self.offload, self.orders)
-            for n in self.numbers_of_stages(weights, order)
+            PlannedSettings(
+                n, m, numbers, order, weights=weights, offload=offload, sharding=sharding
+            )
+            for weights, sharding, offload, order in product(
+                self.weights, self.sharding, self.offload, self.orders
+            )
+            if weights == "device" or sharding == self.sharding[0] != "parameters"
+            for n in self.numbers_of_stages(order, weights, sharding)
             for m in self.numbers_of_micro_batches(n, order)
             for numbers in [() if mode is None else recomputed_by_stage(mode, m, n)]
             if order.possible(m, order.placement(n, len(self.places)))
         ]
 
-    def numbers_of_stages(self, weights: Weights, order: ScheduleKind) -> list[int]:
-        """Return the numbers of stages to try; with weights on the host more than devices, too."""
+    def numbers_of_stages(
+        self, order: ScheduleKind, weights: Weights = "device", sharding: Sharding | None = None
+    ) -> list[int]:
+        """Return the numbers of stages to try; more than devices, too, if weights come and go."""
         devices = min(len(self.places), self.layers)
         if self.stages:
             return [self.stages]
         if order.definition.folded:
             return [2 * devices] if 2 * devices <= self.layers and weights == "device" else []
-        if weights == "host":
+        if weights == "host" or sharding == "parameters":
             most = self.layers // devices
             return [devices * loops for loops in sorted({*doubled(1, most), most})]
         return [devices] if self.every_device else fewer_stages(devices)
@@ -140,7 +151,7 @@ class PlanSearch:
 
     @cached_property
     def _bounds(self) -> LowerBounds:
-        return LowerBounds(self.profiles, self.places, self.rows)
+        return LowerBounds(self.profiles, self.places, self.rows, self.replicas)
 
     def predicted(self, candidate: PlannedSettings) -> Prediction:
         """Return the prediction for a candidate with its best balance."""
@@ -193,12 +204,19 @@ class PlanSearch:
         m, split = candidate.chunks, candidate.order.split
         profile, rows = self._bounds.profile(m), max(sizes_of(self.rows, m))
         costs = time_costs(replace(profile, chunks=m, rows=rows), split=split)
-        if candidate.weights == "device":
+        if candidate.weights == "device" and candidate.sharding is None:
             return costs
         # A device has the weights of two stages at once, and the activations of all.
         loops = ceil(candidate.stages / len(self.places))
+        whole = min(loops, 2)
+        shares = HeldShares.of_stages(candidate, self.replicas)
+        parameters, gradients = (whole + (loops - whole) * share for share in shares[:2])
+        states = loops * shares.optimizer
         held = [
-            min(loops, 2) * (layer.parameter_bytes + layer.gradient_bytes) + layer.buffer_bytes
+            parameters * layer.parameter_bytes
+            + gradients * layer.gradient_bytes
+            + states * layer.optimizer_bytes
+            + layer.buffer_bytes
             for layer in profile.layers
         ]
         return replace(costs, memory=held, live=[loops * size for size in costs.live])
@@ -208,7 +226,13 @@ class PlanSearch:
         # Operations are no seconds, so that what is counted in them tells no time of transfers.
         timeless = profile.unit == "FLOP"
         places = [
-            replace(place, taken=0, alive=0, host_speed=inf if timeless else place.host_speed)
+            replace(
+                place,
+                taken=0,
+                alive=0,
+                host_speed=inf if timeless else place.host_speed,
+                replica_speed=inf if timeless else place.replica_speed,
+            )
             for place in (self.places[d] for d in devices)
         ]
         return Prediction(
@@ -218,6 +242,7 @@ class PlanSearch:
             sizes_of(self.rows, candidate.chunks),
             self.around,
             tuple(devices),
+            self.replicas,
         )
 
     def _places(self, candidate: PlannedSettings) -> list[Place]:
@@ -235,7 +260,9 @@ class PlanSearch:
         outside = len(places) - 1 if self.around == "last" else 0
         profile = self._bounds.profile(m)
         outputs = output_bytes(profile, sizes_of(self.rows, m), candidate.order)
-        around = places[outside].taken + profile.around.held_bytes + outputs
+        shares = HeldShares.around_stages(candidate, self.replicas)
+        held = Memory.of([profile.around]).divided(shares).held
+        around = places[outside].taken + held + outputs
         places[outside] = replace(places[outside], taken=around)
         return places
 
@@ -273,10 +300,11 @@ class PlanSearch:
         return _few([peaks[worker] * len(peaks) / n for worker in placement])
 
 
-def _complexity(candidate: PlannedSettings) -> tuple[bool, bool, int]:
+def _complexity(candidate: PlannedSettings) -> tuple[bool, int, bool, int]:
     """A number that is less for what is simpler."""
     order = KINDS.index(candidate.order) if candidate.order in KINDS else len(KINDS)
-    return candidate.weights == "host", bool(candidate.offload), order
+    sharding = SHARDINGS.index(candidate.sharding)
+    return candidate.weights == "host", sharding, bool(candidate.offload), order
 
 
 def _merit(prediction: Prediction) -> tuple[float, float]:

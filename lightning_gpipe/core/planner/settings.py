@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpipe.core.layout import Weights
+from lightning_gpipe.core.layout import Sharding, Weights
 from lightning_gpipe.core.schedules import FILL_DRAIN, ScheduleKind
 
 _LISTED = 64  # stages whose layers a message lists
@@ -24,6 +24,7 @@ class PlannedSettings(NamedTuple):
         weights: Where the weights are between their uses.
         offload: Whether activations wait on the host, or how many micro-batches of each stage;
             ``"auto"`` while they are to be as few as fit.
+        sharding: What is divided among replicas.
     """
 
     stages: int
@@ -33,6 +34,7 @@ class PlannedSettings(NamedTuple):
     balance: tuple[int, ...] = ()
     weights: Weights = "device"
     offload: bool | tuple[int, ...] | Literal["auto"] = False
+    sharding: Sharding | None = None
 
     def alike(self, recomputed: int) -> PlannedSettings:
         """Return the candidate in which all stages recompute as many micro-batches."""
@@ -68,7 +70,14 @@ class PlannedSettings(NamedTuple):
         if offload := self.offload_activations:
             numbers = offload if isinstance(offload, bool) else _listed(offload)
             arguments.append(f"offload_activations={numbers}")
+        if self.sharding is not None:
+            arguments.append(f"sharding={self.sharding!r}")
         return arguments
+
+    @property
+    def has_visits(self) -> bool:
+        """True if a device has weights around their use only."""
+        return self.weights == "host" or self.sharding == "parameters"
 
     @property
     def on_host(self) -> str:
@@ -77,9 +86,9 @@ class PlannedSettings(NamedTuple):
         return ", ".join(name for name, there in places.items() if there)
 
     @property
-    def _others(self) -> tuple[ScheduleKind, Weights, bool]:
-        """The settings that are no numbers."""
-        return self.order, self.weights, bool(self.offload)
+    def places(self) -> tuple[Weights, bool, Sharding | None]:
+        """The settings that say where things are."""
+        return self.weights, bool(self.offload), self.sharding
 
     def as_dict(self) -> dict[str, Any]:
         """Return the arguments as numbers, strings and lists, for JSON."""
@@ -91,6 +100,7 @@ class PlannedSettings(NamedTuple):
             "split_backward": self.order.split,
             "weights": self.weights,
             "offload_activations": self.offload_activations,
+            "sharding": self.sharding,
         }
 
     def __str__(self) -> str:
@@ -108,10 +118,10 @@ def _listed(numbers: Sequence[int]) -> str:
 def near(best: PlannedSettings, candidates: Sequence[PlannedSettings]) -> Iterator[PlannedSettings]:
     """Yield the candidates next to the best one in one thing, and those with no or all recomputed.
 
-    All have the schedule of the best one, and keep weights and activations where it does.
+    All have the schedule of the best one, and keep everything where it does.
     """
     n, m = best.stages, best.chunks
-    candidates = [c for c in candidates if c._others == best._others]
+    candidates = [c for c in candidates if (c.order, c.places) == (best.order, best.places)]
     by_stages = {c.stages: c for c in candidates if c.chunks == m}
     by_chunks = {c.chunks: c for c in candidates if c.stages == n}
     for other in _beside(sorted(by_stages), n):

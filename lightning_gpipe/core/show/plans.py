@@ -78,11 +78,15 @@ def alternatives_table(plan: Plan) -> Table:
     stages  chunks  recomputed  schedule    split  on host     ms   GiB   why not
          8      16           0  fill_drain  no                     26.1  lacks 2.1 GiB on stage 0
          8      32      0 to 8  fill_drain  no     weights  512.3   22.0  3.1% slower: ...
+
+    With replicas there is a column for what they divide.
     """
     right = partial(Column, justify="right")
+    divided = ["divided"] if plan.prediction.replicas > 1 else []
     table = Table(
         *map(right, ("stages", "chunks", "recomputed")),
         *("schedule", "split", "on host"),
+        *divided,
         *map(right, (time_unit(plan.prediction.unit), "bubble", "GiB")),
         "why not",
         title="alternatives",
@@ -97,6 +101,7 @@ def alternatives_table(plan: Plan) -> Table:
             str(settings.order.schedule),
             "yes" if settings.order.split else "no",
             settings.on_host,
+            *[settings.sharding or ""] * len(divided),
             time_cell(prediction.time, prediction.unit) if fits else "",
             f"{prediction.bubble:.1%}" if fits else "",
             _gib(max(stage.needed for stage in prediction.stages)),

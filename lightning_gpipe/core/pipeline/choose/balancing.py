@@ -92,7 +92,7 @@ def _unit_costs(
     """Return the costs of the units of module ``k`` by a criterion, and the places for them."""
     if criterion == "parameters":
         return LayerCosts(measuring.modules[k].frontend.costs()), places
-    profile = measuring.profiles[k]
+    profile = measuring.profiles[k].with_states(measuring.states)
     places = recomputing(places, profile, measuring.activation_checkpointing)
     if criterion == "time":
         return time_costs(profile, split=measuring.split), places
@@ -109,7 +109,7 @@ def _places(criterion: str, measuring: LayerMeasurement, outside: int) -> list[P
         return places
     speeds = measuring.speeds() if criterion == "time" else [1.0] * n
     places = list(map(Place, speeds, measuring.memory or [inf] * n))
-    held = measuring.profiles[0].around.held_bytes
+    held = measuring.profiles[0].with_states(measuring.states).around.held_bytes
     busy = held if criterion == "memory" else 0.0
     places[outside] = replace(places[outside], busy=busy, taken=held)
     return places

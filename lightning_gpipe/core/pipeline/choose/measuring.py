@@ -29,6 +29,7 @@ class LayerMeasurement:
         entries: Returns the inputs of each of them.
         devices: The devices of the stages; empty if they are not known.
         optimizer: The optimizer whose state counts.
+        states: The share of its state that a device has, which replicas may divide.
         memory: The bytes of each device; empty if stages need not fit them.
         split: Whether backwards in two parts are measured, too.
         by_rows: Whether a smaller micro-batch is measured, too: costs of others follow. A balance
@@ -46,6 +47,7 @@ class LayerMeasurement:
     activation_checkpointing: ActivationCheckpointing = "except_last"
     microbatching: MicroBatching | None = None
     optimizer: Optimizers = None
+    states: float = 1.0
     memory: Sequence[float] = ()
     split: bool = False
     by_rows: bool = True

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpipe.core.balance import ModelProfile
 from lightning_gpipe.core.data import check_chunks
-from lightning_gpipe.core.layout import Weights, check_weights
+from lightning_gpipe.core.layout import Sharding, Weights, check_weights
 from lightning_gpipe.core.planner import Plan
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
@@ -53,7 +53,10 @@ class Resolved(NamedTuple):
 
 
 class Requested(NamedTuple):
-    """The settings that the user requests; those that are ``"auto"`` are planned."""
+    """The settings that the user requests; those that are ``"auto"`` are planned.
+
+    ``replicas`` is the number of pipelines.
+    """
 
     chunks: int | Literal["auto"]
     activation_checkpointing: ActivationCheckpointing | Literal["auto"]
@@ -61,6 +64,8 @@ class Requested(NamedTuple):
     split_backward: bool | Literal["auto"] = False
     weights: Weights | Literal["auto"] = "device"
     offload_activations: OffloadActivations | Literal["auto"] = False
+    sharding: Sharding | Literal["auto"] | None = None
+    replicas: int = 1
 
     def check(self) -> None:
         """Refuse a setting of the wrong type, or with an impossible value."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.data import MicroBatching
-from lightning_gpipe.core.layout import Around, Weights, check_around
+from lightning_gpipe.core.layout import SHARDINGS, Around, Sharding, Weights, check_around
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.choose.options import AUTO, Requested, Resolved
@@ -71,6 +71,7 @@ def resolve(
         activation_checkpointing="except_last" if mode == AUTO else mode,
         microbatching=microbatching,
         optimizer=optimizer,
+        states=1.0 if requested.sharding is None else 1 / requested.replicas,
         split=requested.needs_split_costs,
         by_rows=bool(requested.planned),
     )
@@ -84,7 +85,7 @@ def _with_plan(
     measuring: LayerMeasurement, balances: Sequence[Any], requested: Requested, around: Around
 ) -> Resolved:
     """Resolve the settings, by a plan if the user leaves some open."""
-    chunks, mode, schedule, split, weights, offload = requested
+    chunks, mode, schedule, split, weights, offload, *_ = requested
     if (
         chunks != AUTO
         and mode != AUTO
@@ -141,6 +142,8 @@ def plan(
     around: Around = "last",
     weights: Weights | Literal["auto"] = "device",
     offload_activations: OffloadActivations | Literal["auto"] = False,
+    sharding: Sharding | Literal["auto"] | None = "auto",
+    replicas: int = 1,
 ) -> Plan:
     """Choose how to run a model as a pipeline: the least predicted time that fits.
 
@@ -155,7 +158,7 @@ def plan(
 
     Args:
         model, sample, module, device, microbatching: See :func:`~lightning_gpipe.profile`.
-        devices: The number of devices, or the memory and speed of each.
+        devices: The number of devices of a pipeline, or the memory and speed of each.
         stages: The number of stages; None tries up to one per device and, with weights on the host,
             several on each.
         balance: The number of layers in each stage, with one or several stages on each device; None
@@ -169,6 +172,9 @@ def plan(
         around: Which stage's device has the modules around the layers.
         weights, offload_activations: What is in the memory of the host, see
             :class:`~lightning_gpipe.GPipe`; ``"auto"`` chooses.
+        sharding: What replicas divide, see :class:`~lightning_gpipe.GPipeStrategy`; ``"auto"``
+            chooses the least that fits.
+        replicas: The number of pipelines, each on devices like these.
 
     Raises:
         TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
@@ -181,6 +187,8 @@ def plan(
         AUTO if split_backward is None else split_backward,
         weights,
         offload_activations,
+        sharding,
+        replicas,
     )
     requested.check()
     check_around(around)
@@ -217,7 +225,7 @@ def plan_measured(
     Operations that are counted become seconds by the number ``per_second``. ``every_device`` must
     have a stage.
     """
-    chunks, mode, schedule, split, weights, offload = requested
+    chunks, mode, schedule, split, weights, offload, sharding, replicas = requested
     check_planned(schedule)
     assert isinstance(schedule, str), "a block is not planned"
     m, n = None if chunks == AUTO else chunks, len(balance or places)
@@ -237,6 +245,8 @@ def plan_measured(
         around=around,
         weights=get_args(Weights) if weights == AUTO else (weights,),
         offload=(False, AUTO) if offload == AUTO else (offload,),
+        sharding=(SHARDINGS if replicas > 1 else (None,)) if sharding == AUTO else (sharding,),
+        replicas=replicas,
         every_device=every_device,
     )
 

@@ -1,0 +1,40 @@
+"""The shares of a stage that its device has while other stages run.
+
+All of it, unless the weights are on the host, or replicas have divided something. What they divide
+is whole where it is at work: the weights of the stage at work and of the next one, and gradients
+until those of a stage are complete.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lightning_gpipe.core.layout import SHARDINGS
+from lightning_gpipe.core.planner.settings import PlannedSettings
+
+
+class HeldShares(NamedTuple):
+    """The shares of parameters, gradients and optimizer states."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @classmethod
+    def of_stages(cls, settings: PlannedSettings, replicas: int) -> HeldShares:
+        """Return the shares of stages."""
+        if settings.weights == "host":
+            return cls(0.0, 0.0, 0.0)
+        divided = SHARDINGS.index(settings.sharding)
+        parameters, gradients, optimizer = (
+            1.0 / replicas if divided >= least else 1.0 for least in (3, 2, 1)
+        )
+        return cls(parameters, gradients, optimizer)
+
+    @classmethod
+    def around_stages(cls, settings: PlannedSettings, replicas: int) -> HeldShares:
+        """Return the shares of modules around the stages, whose parameters are never divided.
+
+        Their gradients leave when a backward has ended.
+        """
+        return cls(1.0, 1.0, 1.0 if settings.sharding is None else 1.0 / replicas)
