@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.balance import Place
-from lightning_gpipe.core.layout import Sharding
+from lightning_gpipe.core.layout import ShardingName
 from lightning_gpipe.core.pipeline import LayerMeasurement, Requested, plan_measured
 from lightning_gpipe.core.planner import NoPlan, Plan
 from lightning_gpipe.core.schedules import SCHEDULES
@@ -102,7 +102,7 @@ class _Planning(CPUAccelerator):
         self.plan: Plan | None = None
         self.shards = 1  # of each stage
         self.replicas = 1
-        self.sharding: Sharding | Literal["auto"] | None = "auto"
+        self.sharding: ShardingName | Literal["auto"] | None = "auto"
         self._places, self._operations, self._options = places, operations, options
 
     def of_one_process(self, strategy: GPipeStrategy) -> GPipeStrategy:

@@ -17,7 +17,7 @@ from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.layout import (
     SHARDINGS,
     Around,
-    Sharding,
+    ShardingName,
     Weights,
     check_around,
     check_balance,
@@ -76,7 +76,7 @@ class StrategyOptions:
     replicas: int
     tensor_parallel: int
     ddp: dict[str, Any] | None
-    sharding: Sharding | None
+    sharding: ShardingName | None
     save_distributed_checkpoint: bool
 
     @classmethod
@@ -180,7 +180,7 @@ class StrategyOptions:
                 known = ", ".join(map(repr, words))
                 raise ValueError(f"{name} must be one of {known}: got {value!r}.")
         if self.sharding not in SHARDINGS:
-            known = ", ".join(map(repr, get_args(Sharding)))
+            known = ", ".join(map(repr, get_args(ShardingName)))
             raise ValueError(f"sharding must be None or one of {known}: got {self.sharding!r}.")
         if self.sharding is not None and replicas == 1:
             raise ValueError(

@@ -21,8 +21,8 @@ from lightning_gpipe.core.schedules import CALLER, counted, looped
 
 Around = Literal["first", "last"]
 Weights = Literal["device", "host"]
-Sharding = Literal["optimizer", "gradients", "parameters"]
-SHARDINGS: tuple[Sharding | None, ...] = (None, *get_args(Sharding))  # each divides more
+ShardingName = Literal["optimizer", "gradients", "parameters"]
+SHARDINGS: tuple[ShardingName | None, ...] = (None, *get_args(ShardingName))  # each divides more
 
 HOST = torch.device("cpu")
 META = torch.device("meta")  # of parameters that another process owns: without values

@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, Literal
 
 from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.layout import Around, Sharding, Weights, check_even
+from lightning_gpipe.core.layout import Around, ShardingName, Weights, check_even
 from lightning_gpipe.core.planner.no_plan import NoPlan, fitting_plans
 from lightning_gpipe.core.planner.planned_block import with_block
 from lightning_gpipe.core.planner.prediction import Prediction
@@ -91,7 +91,7 @@ def plan_for(
     around: Around = "last",
     weights: Sequence[Weights] = ("device",),
     offload: Sequence[OffloadActivations | Literal["auto"]] = (False,),
-    sharding: Sequence[Sharding | None] = (None,),
+    sharding: Sequence[ShardingName | None] = (None,),
     replicas: int = 1,
     every_device: bool = False,
 ) -> Plan:

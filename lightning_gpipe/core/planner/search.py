@@ -26,7 +26,7 @@ from lightning_gpipe.core.balance import (
     solve_on,
     time_costs,
 )
-from lightning_gpipe.core.layout import SHARDINGS, Around, Sharding, Weights
+from lightning_gpipe.core.layout import SHARDINGS, Around, ShardingName, Weights
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.bounds import LowerBounds
 from lightning_gpipe.core.planner.held_shares import HeldShares
@@ -73,7 +73,7 @@ class PlanSearch:
     orders: tuple[ScheduleKind, ...] = (FILL_DRAIN,)
     weights: tuple[Weights, ...] = ("device",)
     offload: tuple[bool | tuple[int, ...] | Literal["auto"], ...] = (False,)
-    sharding: tuple[Sharding | None, ...] = (None,)
+    sharding: tuple[ShardingName | None, ...] = (None,)
     replicas: int = 1
     every_device: bool = False
     predictions: dict[Hashable, Prediction] = field(default_factory=dict, repr=False, compare=False)
@@ -104,7 +104,7 @@ class PlanSearch:
         ]
 
     def numbers_of_stages(
-        self, order: ScheduleKind, weights: Weights = "device", sharding: Sharding | None = None
+        self, order: ScheduleKind, weights: Weights = "device", sharding: ShardingName | None = None
     ) -> list[int]:
         """Return the numbers of stages to try; more than devices, too, if weights come and go."""
         devices = min(len(self.places), self.layers)

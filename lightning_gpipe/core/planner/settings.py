@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpipe.core.layout import Sharding, Weights
+from lightning_gpipe.core.layout import ShardingName, Weights
 from lightning_gpipe.core.schedules import FILL_DRAIN, ScheduleKind
 
 _LISTED = 64  # stages whose layers a message lists
@@ -34,7 +34,7 @@ class PlannedSettings(NamedTuple):
     balance: tuple[int, ...] = ()
     weights: Weights = "device"
     offload: bool | tuple[int, ...] | Literal["auto"] = False
-    sharding: Sharding | None = None
+    sharding: ShardingName | None = None
 
     def alike(self, recomputed: int) -> PlannedSettings:
         """Return the candidate in which all stages recompute as many micro-batches."""
@@ -86,7 +86,7 @@ class PlannedSettings(NamedTuple):
         return ", ".join(name for name, there in places.items() if there)
 
     @property
-    def places(self) -> tuple[Weights, bool, Sharding | None]:
+    def places(self) -> tuple[Weights, bool, ShardingName | None]:
         """The settings that say where things are."""
         return self.weights, bool(self.offload), self.sharding
 

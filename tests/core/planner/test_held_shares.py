@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gpipe import Place, plan
 from lightning_gpipe.core.balance import CarriedValue, LayerProfile, LinearCost, ModelProfile
-from lightning_gpipe.core.layout import SHARDINGS, Sharding
+from lightning_gpipe.core.layout import SHARDINGS, ShardingName
 from lightning_gpipe.core.planner import NoPlan, Plan, plan_for
 from lightning_gpipe.core.planner.held_shares import HeldShares
 from lightning_gpipe.core.planner.predicted_stage import Memory
@@ -60,7 +60,7 @@ ACTIVATIONS = 16 * LAYERS / 2  # bytes on each of two devices
         (7, "parameters", 8),  # (P + G + 2 P) / 4, and three quarters more of P + G of two layers
     ],
 )
-def test_least_that_fits(units: float, sharding: Sharding | None, stages: int) -> None:
+def test_least_that_fits(units: float, sharding: ShardingName | None, stages: int) -> None:
     found = planned(units * UNIT + ACTIVATIONS)
 
     assert (found.settings.sharding, found.settings.stages) == (sharding, stages)
@@ -179,8 +179,8 @@ def test_shares_of_stages_and_around_them() -> None:
     assert Memory(8, 8, 16, 1).divided(shares["gradients"]) == Memory(8, 2, 4, 1)
 
 
-@pytest.mark.parametrize("sharding", [None, *get_args(Sharding)])
-def test_plan_of_a_model(sharding: Sharding | None) -> None:
+@pytest.mark.parametrize("sharding", [None, *get_args(ShardingName)])
+def test_plan_of_a_model(sharding: ShardingName | None) -> None:
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     x = torch.rand(8, 16)
     given: Any = {"chunks": 2, "optimizer": torch.optim.Adam, "balance": [1] * 8}

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpipe.core.balance import ModelProfile
 from lightning_gpipe.core.data import check_chunks
-from lightning_gpipe.core.layout import Sharding, Weights, check_weights
+from lightning_gpipe.core.layout import ShardingName, Weights, check_weights
 from lightning_gpipe.core.planner import Plan
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
@@ -64,7 +64,7 @@ class Requested(NamedTuple):
     split_backward: bool | Literal["auto"] = False
     weights: Weights | Literal["auto"] = "device"
     offload_activations: OffloadActivations | Literal["auto"] = False
-    sharding: Sharding | Literal["auto"] | None = None
+    sharding: ShardingName | Literal["auto"] | None = None
     replicas: int = 1
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.data import MicroBatching
-from lightning_gpipe.core.layout import SHARDINGS, Around, Sharding, Weights, check_around
+from lightning_gpipe.core.layout import SHARDINGS, Around, ShardingName, Weights, check_around
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.choose.options import AUTO, Requested, Resolved
@@ -142,7 +142,7 @@ def plan(
     around: Around = "last",
     weights: Weights | Literal["auto"] = "device",
     offload_activations: OffloadActivations | Literal["auto"] = False,
-    sharding: Sharding | Literal["auto"] | None = "auto",
+    sharding: ShardingName | Literal["auto"] | None = "auto",
     replicas: int = 1,
 ) -> Plan:
     """Choose how to run a model as a pipeline: the least predicted time that fits.
