@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def imported(source: str) -> Iterator[str]:
                 full = f"{node.module}.{alias.name}"
                 exported = alias.name in exports(own(node.module))
                 yield full if own(full) in MODULES and not exported else node.module
+
+
+@cache
+def names_of(module: str) -> set[str]:
+    """The full names that a module imports from others."""
+    nodes = ast.walk(ast.parse(MODULES[module].read_text("utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
 
 
 @cache
@@ -174,6 +183,20 @@ def test_room_says_its_idea_at_the_door(room: str) -> None:
 
     assert docstring is not None
     assert len(re.findall(r"[.:]\s|\.$", docstring)) >= 2, "two sentences"
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_door_hands_on_only_what_is_used(room: str) -> None:
+    others = (name for name in MODULES if name != "core" and room_of(name) != room)
+    used = {
+        full.rpartition(".")[2]
+        for full in chain.from_iterable(map(names_of, others))
+        if full.rpartition(".")[0] == f"{PACKAGE}.{room}"
+    }
+    door = ast.walk(ast.parse(MODULES[room].read_text("utf-8")))
+    at_the_door = {node.id for node in door if isinstance(node, ast.Name)}
+
+    assert exports(room) - used - at_the_door == set()
 
 
 def test_modules_import_only_from_below_and_through_doors() -> None:

@@ -20,24 +20,3 @@ from lightning_gpipe.core.balance.profiles import (
 )
 from lightning_gpipe.core.balance.shift import Shift, shift_for
 from lightning_gpipe.core.balance.solver import NothingFits, solve, solve_on
-
-__all__ = [
-    "CarriedValue",
-    "LayerCosts",
-    "LayerProfile",
-    "LinearCost",
-    "ModelProfile",
-    "NothingFits",
-    "Place",
-    "Shift",
-    "StageCosts",
-    "memory_costs",
-    "parameter_costs",
-    "recomputing",
-    "shift_for",
-    "solve",
-    "solve_on",
-    "stage_costs",
-    "sums_of",
-    "time_costs",
-]

@@ -26,29 +26,3 @@ from lightning_gpipe.core.frontends.stored import (
     place_of_value,
 )
 from lightning_gpipe.core.frontends.traced import UnsupportedForward
-
-__all__ = [
-    "RunProgram",
-    "StandIn",
-    "UnsupportedForward",
-    "await_value",
-    "candidates",
-    "check_recordable",
-    "choose_devices",
-    "forget_values",
-    "frontend_of",
-    "heaviest",
-    "is_in_another_process",
-    "is_installed",
-    "load_pretrained",
-    "module_at",
-    "move_home",
-    "on_meta",
-    "parameters_on_meta",
-    "place_all",
-    "place_of_value",
-    "recall",
-    "remove_dispatch_hooks",
-    "replaceable",
-    "with_index",
-]

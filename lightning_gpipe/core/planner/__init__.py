@@ -8,15 +8,3 @@ from lightning_gpipe.core.planner.no_plan import NoPlan
 from lightning_gpipe.core.planner.planner import Plan, plan_for
 from lightning_gpipe.core.planner.predicted_stage import StagePrediction
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.schedule_search import fastest_schedule
-
-__all__ = [
-    "NoPlan",
-    "Plan",
-    "Prediction",
-    "StagePrediction",
-    "changes",
-    "doubts",
-    "fastest_schedule",
-    "plan_for",
-]

@@ -9,15 +9,3 @@ from lightning_gpipe.core.profile.layers import Subject, profile_layers
 from lightning_gpipe.core.profile.meters import host_speed
 from lightning_gpipe.core.profile.optimizers import Optimizers
 from lightning_gpipe.core.profile.walk import Visit, change_tensors, following, walk_program
-
-__all__ = [
-    "Optimizers",
-    "Subject",
-    "Visit",
-    "change_tensors",
-    "following",
-    "host_speed",
-    "kind_of",
-    "profile_layers",
-    "walk_program",
-]

@@ -6,16 +6,3 @@ A program is computed once for each kind of call of the user's model, and prints
 from lightning_gpipe.core.programs.program import Part, Program, chain
 from lightning_gpipe.core.programs.route import Route, RouteName, SkipName, Value, sender
 from lightning_gpipe.core.programs.step import Method, Step
-
-__all__ = [
-    "Method",
-    "Part",
-    "Program",
-    "Route",
-    "RouteName",
-    "SkipName",
-    "Step",
-    "Value",
-    "chain",
-    "sender",
-]

@@ -10,17 +10,3 @@ from lightning_gpipe.core.show.plan_picture import plan_picture
 from lightning_gpipe.core.show.plans import show_plan
 from lightning_gpipe.core.show.stages import skip_table, stage_table
 from lightning_gpipe.core.show.trace import Slice, trace_of
-
-__all__ = [
-    "INSTALL",
-    "Slice",
-    "Table",
-    "can_draw",
-    "check_can_draw",
-    "plan_picture",
-    "show_plan",
-    "skip_table",
-    "stage_table",
-    "timeline_picture",
-    "trace_of",
-]

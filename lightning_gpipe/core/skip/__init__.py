@@ -23,23 +23,3 @@ from lightning_gpipe.core.skip.skip_layout import (
     table_of,
     verify_skippables,
 )
-
-__all__ = [
-    "Namespace",
-    "Skip",
-    "Table",
-    "declaration_of",
-    "in_flight",
-    "isolate",
-    "leaving_tensors",
-    "pop",
-    "routes_of",
-    "skippable",
-    "skips_of",
-    "stages_of",
-    "stash",
-    "table_of",
-    "using_table",
-    "verify_skippables",
-    "with_skips",
-]

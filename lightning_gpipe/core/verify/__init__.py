@@ -7,14 +7,3 @@ the pipeline is restored.
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity, Verdict
 from lightning_gpipe.core.verify.step_verification import verify_step, verify_step_sample
 from lightning_gpipe.core.verify.verification import FirstBatchVerifier, verify
-
-__all__ = [
-    "FirstBatchVerifier",
-    "LossParity",
-    "Parity",
-    "StepParity",
-    "Verdict",
-    "verify",
-    "verify_step",
-    "verify_step_sample",
-]

@@ -25,11 +25,11 @@ from lightning_gpipe.core.schedules import (
     Kind,
     Schedule,
     ScheduleKind,
-    WeightMoves,
     folded,
     looped,
     weight_moves,
 )
+from lightning_gpipe.core.schedules.host_moves import WeightMoves
 from tests.support.placements import one_each
 
 Span = tuple[float, float]

@@ -22,7 +22,6 @@ from lightning_gpipe.core.schedules import (
     Row,
     Schedule,
     ScheduleName,
-    WeightMoves,
     activation_moves,
     check_offload_activations,
     fill_drain,
@@ -31,7 +30,7 @@ from lightning_gpipe.core.schedules import (
     weight_moves,
     weight_moves_at_once,
 )
-from lightning_gpipe.core.schedules.host_moves import _longest, _Span
+from lightning_gpipe.core.schedules.host_moves import WeightMoves, _longest, _Span
 
 
 def in_one_row(schedule: Schedule, worker: int = 0) -> list[tuple[Action, WeightMoves]]:

@@ -5,5 +5,3 @@ The layers stay the user's own modules. A forward that cannot be traced is refus
 
 from lightning_gpipe.core.frontends.traced.call_graph import UnsupportedForward
 from lightning_gpipe.core.frontends.traced.traced_module import TracedForward
-
-__all__ = ["TracedForward", "UnsupportedForward"]
