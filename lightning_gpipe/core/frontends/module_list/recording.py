@@ -30,7 +30,6 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import (
     TensorLeaf,
 )
 from lightning_gpipe.core.frontends.module_list.tape.outside_tensors import OutsideTensors
-from lightning_gpipe.core.frontends.module_list.tape.packing import without_objects
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.tape.tape import (
     History,
@@ -155,7 +154,7 @@ class LoopRecording:
             self._use(self._history.tapes.get(self._first_kind) or Tape())
         entry = self.follow(call.run, call.kind, call.line, arguments)
         if entry is None:
-            entry, arguments = self._packed_or_new(call, arguments, check)
+            entry = self._learned(call, arguments, check)
         return self.answer(entry, arguments)
 
     def operator(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -212,18 +211,10 @@ class LoopRecording:
         self._placeholders.append(weakref.ref(placeholder))
         return placeholder
 
-    def _packed_or_new(
+    def _learned(
         self, call: RecordedCall, arguments: tuple[Any, Any], check: Check | None
-    ) -> tuple[TapeEntry, tuple[Any, Any]]:
-        """The entry of a call that the tape does not have as it is, and its arguments there."""
-        parts = without_objects(
-            call, arguments, None if self.samples.single or not self.state.grad else self.rows
-        )
-        if parts is not None:
-            call, arguments = parts
-            entry = self.follow(call.run, call.kind, call.line, arguments)
-            if entry is not None:
-                return entry, arguments
+    ) -> TapeEntry:
+        """Add a call that the tape does not have."""
         if self.tape.programs:
             self._use(self.tape.until(self._count))
             self.outsides.number_as_on(self.tape)
@@ -239,7 +230,7 @@ class LoopRecording:
             self.samples[number] = flat[0] if knowledge.result.single else flat
         self._count += 1
         self._compare(call, inputs)
-        return self.tape.entries[-1], arguments
+        return self.tape.entries[-1]
 
     def _rehearsed(self, stage: int, function: Callable[[], Any]) -> Any:
         """Run a function in the process of a stage, which may edit the blocks."""

@@ -137,9 +137,13 @@ class Learner:
 
     def _expect_filled(self, call: RecordedCall, arguments: Arguments) -> None:
         """Prepare for an object among the arguments that has the rows of the mini-batch already."""
-        self._check_objects(
-            call, [(path, x) for path, x in arguments.leaves if not is_user_object(x)]
-        )
+        others = [
+            (path, leaf)
+            for path, leaf in arguments.leaves
+            if not is_user_object(leaf)
+            or any(isinstance(x, Placeholder) for x in tensors_within(leaf))
+        ]
+        self._check_objects(call, others)
         if not any(x.dim() for _, value in arguments.objects for x in tensors_within(value)):
             return
         if not self.grad:
@@ -157,12 +161,15 @@ class Learner:
         leaves: Sequence[tuple[Path, Any]],
         filled_objects: Collection[Path] = (),
     ) -> None:
-        """Refuse tensors with rows in objects, where they cannot be cut."""
-        for path, leaf in () if self.samples.single else leaves:
+        """Refuse tensors with rows, and placeholders, in objects, where they cannot be cut."""
+        for path, leaf in leaves:
             if isinstance(leaf, Tensor) or path in filled_objects:
                 continue
             for tensor in tensors_within(leaf):
-                if not is_whole(tensor) and reads_as_rows(tensor, self.samples.rows):
+                cut = not (self.samples.single or is_whole(tensor))
+                if isinstance(tensor, Placeholder) or (
+                    cut and reads_as_rows(tensor, self.samples.rows)
+                ):
                     raise TypeError(
                         "the tensors that blocks are called with must be arguments themselves, or "
                         "in tuples, lists and dicts, to be cut into micro-batches: got one of "
