@@ -47,12 +47,12 @@ _ROW_NUMBERS = frozenset(
 )
 # The position of the dims in the arguments of a reduction, without which it is over all dims.
 _REDUCTIONS = {name: at for at, names in REDUCTIONS.items() for name in names.split()}
-_REDUCTIONS["dist"] = 3  # it has none
+_REDUCTIONS |= {"dist": 3, "trace": 3}  # which have none
 _CHECKS = frozenset({hold.__name__, "_assert"})
 _KEEP_DIMS = (  # functions that are not elementwise, but keep rows apart, whatever their dim is
     "to float double half bfloat16 type type_as contiguous detach cpu cuda size dim numel hold "
-    "dropout layer_norm rms_norm embedding zeros_like ones_like rand_like randn_like expand_as "
-    "view_as unflatten multi_head_attention_forward"
+    "dropout layer_norm rms_norm embedding zeros_like ones_like rand_like randn_like "
+    "unflatten multi_head_attention_forward"
 )
 _APART = frozenset(_KEEP_DIMS.split())
 _FILLED = frozenset({"zeros", "ones", "full", "empty"})

@@ -1,13 +1,14 @@
 """The rules for the dim of the rows: where a function that a traced forward calls leaves them.
 
-A rule raises if the function computes along that dim.
+A rule raises if the function computes along that dim. Functions that have none, and get rows in
+dim 0, are tried when a stage first calls them.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import fx
 
@@ -54,16 +55,6 @@ def _along(position: int, *, removes: bool = False, default: Any = None) -> Rule
     return rule
 
 
-def _everything(call: TracedCall, _: int) -> NoReturn:
-    raise across_rows(call.line, f"computes {call.name} over all rows")
-
-
-def _roll(call: TracedCall, dim: int) -> int | None:
-    if call.at(2, "dims", default=()) in ((), []):
-        raise across_rows(call.line, "rolls all rows")
-    return _along(2)(call, dim)
-
-
 def _transpose(call: TracedCall, dim: int) -> int | None:
     return _swapped(call, dim, call.at(1, "dim0", "axis0"), call.at(2, "dim1", "axis1"))
 
@@ -73,17 +64,6 @@ def _swapped(call: TracedCall, dim: int, one: Any, other: Any) -> int | None:
         return None
     call.differs(one, other)
     return {one: other, other: one}.get(dim, dim)
-
-
-def _moved(call: TracedCall, dim: int) -> int | None:
-    source, destination = call.at(1, "source"), call.at(2, "destination")
-    if not (isinstance(source, int) and isinstance(destination, int)):
-        numbers = [*source, *destination]
-        return dim if call.differs(*numbers) and dim == 0 else None
-    if source == dim:
-        return destination
-    call.differs(source, *([destination] if destination else []))
-    return int(destination == 0) if dim == 0 else None
 
 
 def _t(_: TracedCall, dim: int) -> int | None:
@@ -106,13 +86,6 @@ def _sized(call: TracedCall, dim: int) -> int | None:
     if fixed and call.name in ("view", "reshape") and all(isinstance(k, int) for k in sizes):
         raise across_rows(call.line, f"puts all rows into {call.name} with sizes that are constant")
     return 0 if dim == 0 and not fixed else None
-
-
-def _sized_as(call: TracedCall, dim: int) -> int | None:
-    other = call.of(call.at(1, "other"))
-    if other not in (None, dim) and call.name != "expand_as":
-        raise across_rows(call.line, f"takes rows in dim {dim} for rows in dim {other}")
-    return other
 
 
 def _renorm(call: TracedCall, dim: int) -> int:
@@ -246,7 +219,6 @@ _TABLE: list[tuple[str, Rule]] = [
     ("t", _t),
     ("permute", _permute),
     ("view reshape expand repeat tile", _sized),
-    ("view_as reshape_as expand_as", _sized_as),
     ("unflatten", lambda _, dim: 0 if dim == 0 else None),
     ("flatten", _flatten),
     ("unsqueeze", _unsqueeze),
@@ -266,19 +238,9 @@ _TABLE: list[tuple[str, Rule]] = [
         "index_copy index_fill narrow glu",
         _along(1),
     ),
-    (
-        "topk take_along_dim diff normalize cosine_similarity",
-        _along(2),
-    ),
-    ("renorm", _renorm),
-    ("roll", _roll),
-    ("unfold", _along(1)),
+    ("topk take_along_dim diff normalize cosine_similarity", _along(2)),
     ("trapezoid trapz cumulative_trapezoid", _along(9, default=-1)),
-    ("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", _along(2, default=-1)),
-    ("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", _along(2, default=(-2, -1))),
-    ("rot90", _along(2, default=(0, 1))),
-    ("movedim moveaxis", _moved),
-    ("unique nonzero histc bincount cov corrcoef trace pdist msort flipud as_strided", _everything),
+    ("renorm", _renorm),
     ("getattr", _attribute),
     (operator.getitem.__name__, _item),
     (set_item.__name__, _set_item),

@@ -160,14 +160,6 @@ def flips(model: Model, x: Tensor) -> Tensor:
     return x + x.flip([0])
 
 
-def rolls(model: Model, x: Tensor) -> Tensor:
-    return x.roll(1, 0)
-
-
-def rolls_all(model: Model, x: Tensor) -> Tensor:
-    return torch.roll(x, 1)
-
-
 def sorts(model: Model, x: Tensor) -> Tensor:
     return x.sort(0).values
 
@@ -220,10 +212,6 @@ def pools(model: Model, x: Tensor) -> Tensor:
 def multiplies_batches(model: Model, x: Tensor) -> Tensor:
     y = x.unsqueeze(0)
     return x + torch.bmm(y.transpose(1, 2), y)[0].sum(1)
-
-
-def strides(model: Model, x: Tensor) -> Tensor:
-    return x + x.as_strided((x.size(0), WIDTH), (0, 1))
 
 
 def joins_rows(model: Model, x: Tensor) -> Tensor:
@@ -290,8 +278,6 @@ REFUSED = {
     subtracts_the_mean: "computes mean along dim 0",
     softmax_over_rows: "computes softmax along dim 0",
     flips: "computes flip along dim 0",
-    rolls: "computes roll along dim 0",
-    rolls_all: "rolls all rows",
     sorts: "computes sort along dim 0",
     first_row: "takes some of the rows",
     later_rows: "takes some of the rows",
@@ -304,7 +290,6 @@ REFUSED = {
     sums_by_new_ones: "multiplies rows with rows",
     pools: "computes avg_pool1d of rows that are not in dim 0",
     multiplies_batches: "multiplies rows with rows",
-    strides: "computes as_strided over all rows",
     variance_after_moves: "computes var along dim 0",
     joins_rows: "computes cat along dim 0",
     splits_rows: "computes chunk along dim 0",
@@ -452,6 +437,10 @@ ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
     "trapezoid from the end": lambda x: x + torch.trapezoid(x[:, 0]),
     "pool over transposed rows": lambda x: x + F.avg_pool1d(x.transpose(-1, -2), 3, 1, 1).mT,
     "rotated": lambda x: torch.rot90(x, 2),
+    "rolled": lambda x: x.roll(1, 0),
+    "all rolled": lambda x: torch.roll(x, 1),
+    "strides": lambda x: x + x.as_strided((x.size(0), WIDTH), (0, 1)),
+    "trace": lambda x: x * x.trace(),
     "einsum without an arrow": lambda x: x * torch.einsum("ij,ij", x, x),
     "einsum with dots": lambda x: x * torch.einsum("...i,...i->i", x, x),
     "instance norm": lambda x: F.instance_norm(x.t()[None])[0].t(),
@@ -493,7 +482,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
         (x[:, :, None] @ x[:, :, None].transpose(-2, -1)).softmax(-1) @ x[:, :, None]
     ).squeeze(-1),
     "movedim": lambda x: x + x[:, :, None].movedim(1, -1).mean(1).movedim(-1, 1),
-    "moved and back": lambda x: x + x.movedim(0, 1).cumsum(0).movedim(1, 0),
+    "moved and back": lambda x: x + x.transpose(0, 1).cumsum(0).transpose(1, 0),
     "mT": lambda x: x + x[:, None].mT.cumsum(-2).mT.sum(-2),
     "diagonal": lambda x: x + (x[:, :, None] * x[:, None]).diagonal(dim1=-2, dim2=-1),
     "fft": lambda x: torch.fft.fft(x).real + torch.fft.fft2(x[:, None]).real[:, 0],
