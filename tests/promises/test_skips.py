@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import whole
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.skip.declare import with_skips
-from lightning_gpipe.core.skip.flight import in_flight
+from lightning_gpipe.core.skip.declare import in_flight, with_skips
 from lightning_gpipe.core.verify.verification import verify
 from tests.support.models import Call, assert_same, assert_same_step, gradients, rows, step
 from tests.support.pipes import MODES, Pipe, every_mode, with_and_without_threads

@@ -5,9 +5,11 @@ cheapest (``solver``). The result is a list of ints.
 """
 
 from lightning_gpipe.core.balance.by_profile import (
+    Shift,
     StageCosts,
     memory_costs,
     recomputing,
+    shift_for,
     stage_costs,
     time_costs,
 )
@@ -18,5 +20,4 @@ from lightning_gpipe.core.balance.profiles import (
     LinearCost,
     ModelProfile,
 )
-from lightning_gpipe.core.balance.shift import Shift, shift_for
 from lightning_gpipe.core.balance.solver import NothingFits, solve, solve_on

@@ -28,7 +28,6 @@ from lightning_gpipe.core.data.microbatch.microbatching import (
 )
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.data.microbatch.rows import Rows
-from lightning_gpipe.core.data.pieces import loss_in_pieces
 from lightning_gpipe.core.data.pytree import (
     LEAF_SPEC,
     FlatTree,
@@ -60,6 +59,7 @@ from lightning_gpipe.core.data.terms import (
     Receiver,
     Term,
     collect_loss_terms,
+    loss_in_pieces,
     loss_term,
     receiving,
     reduced,

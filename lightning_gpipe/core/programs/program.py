@@ -29,9 +29,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.core.programs.function import Function
 from lightning_gpipe.core.programs.route import Route, Value, Values
-from lightning_gpipe.core.programs.step import Step
+from lightning_gpipe.core.programs.step import Function, Step
 from lightning_gpipe.core.schedules import CALLER
 
 

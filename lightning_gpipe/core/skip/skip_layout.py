@@ -14,8 +14,7 @@ from torch import nn
 
 from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.programs import Route, SkipName
-from lightning_gpipe.core.skip.declare import declaration_of, full_name
-from lightning_gpipe.core.skip.flight import Table
+from lightning_gpipe.core.skip.declare import Table, declaration_of, full_name
 
 
 class Skip(NamedTuple):

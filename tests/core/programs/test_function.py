@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.data import tree_unflatten
-from lightning_gpipe.core.programs.function import Function
 from lightning_gpipe.core.programs.route import Value
-from lightning_gpipe.core.programs.step import Method, Step
+from lightning_gpipe.core.programs.step import Function, Method, Step
 
 Pair = namedtuple("Pair", "one other")
 

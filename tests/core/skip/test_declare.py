@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.skip.declare import Namespace, pop, skippable, stash, with_skips
-from lightning_gpipe.core.skip.flight import in_flight, using_table
+from lightning_gpipe.core.skip.declare import (
+    Namespace,
+    in_flight,
+    pop,
+    skippable,
+    stash,
+    using_table,
+    with_skips,
+)
 from tests.support.models import perceptron, rows
 from tests.support.skip_layers import Forward, Pop, Stash, added, pair
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_gpipe.core.programs import SkipName
-from lightning_gpipe.core.skip.flight import Table, in_flight, using_table
+from lightning_gpipe.core.skip.declare import Table, in_flight, using_table
 from tests.support.skip_layers import Pop, Stash
 from tests.support.waiting import PATIENCE
 

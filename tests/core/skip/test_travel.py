@@ -19,7 +19,7 @@ from lightning_gpipe.core.data.pytree import FlatTree
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.schedules import Action, Kind
-from lightning_gpipe.core.skip.flight import in_flight
+from lightning_gpipe.core.skip.declare import in_flight
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.lightning_modules import WIDTH, Classifier, Data, trainer

@@ -3,7 +3,7 @@
 from torch import nn
 
 from lightning_gpipe import verify
-from lightning_gpipe.core.skip.flight import in_flight
+from lightning_gpipe.core.skip.declare import in_flight
 from tests.support.models import Call, rows
 from tests.support.pipes import Pipe
 from tests.support.skip_layers import pair

@@ -1,16 +1,25 @@
-"""The state of the caller's thread that must not change while its forward loops over blocks.
+"""The state that must not change until blocks run, of the thread and of what each call sees.
 
-All blocks run in one call of the pipeline, under one grad mode and one autocast. A forward that
-computes some blocks without gradients, or in another precision, would silently get others.
+All blocks run when the last one is called, under one grad mode and one autocast. A forward that
+computes some blocks without gradients, or in another precision, would silently get others. What it
+sets around a call and resets would have the later value by then: an attribute or a hook of the
+block, noise on its weights, a context variable, a tensor that the forward edits in place. So both
+are compared, and refused.
 """
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from lightning_gpipe.core.faithful import saved_tensors_hooks
+from lightning_gpipe.core.faithful import saved_tensors_hooks, version_of
+from lightning_gpipe.core.frontends.module_list.tape.arguments import Arguments
+from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall
+from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
+from lightning_gpipe.core.layout import contents, is_user_object
 
 
 class ForwardState(NamedTuple):
@@ -60,3 +69,69 @@ def _autocast(device: torch.device) -> Any:
     if kind in ("cpu", "meta"):
         return cpu
     return cpu, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+class CallState:
+    """The values that a recorded call sees: attributes, hooks, context variables, arguments.
+
+    Args:
+        call: The call of a block, or of an operator between two blocks.
+        arguments: Its arguments; None for one that an earlier forward made too, when all was
+            compared, so that the numbers and flags of the block are enough.
+    """
+
+    def __init__(self, call: RecordedCall, arguments: Arguments | None) -> None:
+        self._call = call
+        leaves = None if arguments is None else arguments.leaves
+        self._arguments = leaves and [x for x in leaves if type(x[1]) is not Placeholder]
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, as after a rehearsal, which may edit what it restores."""
+        self._before = self._now()
+
+    def check(self) -> None:
+        """Refuse what is another value now."""
+        before, now, call = self._before, self._now(), self._call
+        if names := [k for k in before | now if not _same(before.get(k), now.get(k))]:
+            raise RuntimeError(
+                f"{call.name} must see what it saw when it was called until the last block has "
+                f"returned, since all blocks run then: {', '.join(names)} changed after its call "
+                f"at {call.line}. Give it the value as an argument that stays as it is, set it "
+                "around the whole loop, or do this in the block."
+            )
+
+    def _now(self) -> dict[str, list[Any]]:
+        modules = self._call.modules
+        if self._arguments is None:
+            return {k: [x] for each in modules for k, x in vars(each).items() if type(x) in _PLAIN}
+        attributes = {
+            f"{path}.{name}".lstrip("."): _pieces(value)
+            for each in modules
+            for path, module in each.named_modules()
+            for name, value in vars(module).items()
+        }
+        titled = {self._call.titles([path]): _pieces(x) for path, x in self._arguments}
+        variables = {repr(x.name): [value] for x, value in copy_context().items()}
+        return attributes | {f"argument {k}": x for k, x in titled.items()} | variables
+
+
+def _pieces(value: Any) -> list[Any]:
+    """Return the objects in a value, and versions: others if it is edited; no placeholders."""
+    held = vars(value) if is_user_object(value) else value
+    pieces = [value, *(held if isinstance(held, dict) else ()), *contents(held)]
+    pieces = [x.number if type(x) is Placeholder else x for x in pieces]
+    tensors = [x for x in pieces if isinstance(x, Tensor)]
+    return [*pieces, *map(version_of, tensors), *(x.requires_grad for x in tensors)]
+
+
+def _same(before: list[Any] | None, now: list[Any] | None) -> bool:
+    if before is None or now is None or len(before) != len(now):
+        return False
+    return all(
+        x is y or (type(x) is type(y) and type(x) in _PLAIN and x == y)
+        for x, y in zip(before, now, strict=True)
+    )

@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_gpipe.core.faithful import record
 from lightning_gpipe.core.frontends.lines import current_line
 from lightning_gpipe.core.frontends.module_list import operators
-from lightning_gpipe.core.frontends.module_list.call_state import CallState
-from lightning_gpipe.core.frontends.module_list.forward_state import ForwardState
+from lightning_gpipe.core.frontends.module_list.forward_state import CallState, ForwardState
 from lightning_gpipe.core.frontends.module_list.rehearsal.learning import (
     CacheRule,
     Check,

@@ -15,10 +15,9 @@ from lightning_gpipe.core.data import map_instances, whole
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.inplace_edits import check_edits, edited
 from lightning_gpipe.core.frontends.traced.row_dims import RowDims
-from lightning_gpipe.core.frontends.traced.row_trials import run_apart, tried
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
 from lightning_gpipe.core.frontends.traced.symbolic import first_input, function_name
-from lightning_gpipe.core.frontends.traced.traced_call import across_rows
+from lightning_gpipe.core.frontends.traced.traced_call import across_rows, run_apart, tried
 from lightning_gpipe.core.frontends.traced.watching import run_under
 from lightning_gpipe.core.programs import Method, Program, Step, Value
 

@@ -1,6 +1,6 @@
 """Forwards that cannot be cut are refused with the user's line, or run as one layer.
 
-Here are also the tests of ``inplace_edits``, ``row_dims``, ``row_rules``, ``row_trials``,
+Here are also the tests of ``inplace_edits``, ``row_dims``, ``row_rules``,
 ``traced_attributes``, ``traced_call`` and ``watching``.
 """
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import tree_flatten
 from lightning_gpipe.core.faithful import RandomState, add_note
-from lightning_gpipe.core.frontends.module_list.rehearsal.effects import (
+from lightning_gpipe.core.frontends.module_list.rehearsal.samples import (
+    Samples,
     deep_copy,
+    few_of,
     fingerprint,
     without_effects,
 )
-from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Samples, few_of
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     WHOLE,
     Arguments,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.profile.saved import SavedBytes, bytes_beside
+from lightning_gpipe.core.profile.counting import SavedBytes, bytes_beside
 
 ROW = 4 * 8  # bytes of a tensor
 

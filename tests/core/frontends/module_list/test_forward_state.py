@@ -200,7 +200,7 @@ def test_what_is_another_when_blocks_run(name: str, grad: bool):
     loop, changed = REFUSED[name]
     if name == "requires_grad_()" and not grad:
         pytest.skip("makes no difference")
-    expected = rf"must see .*{changed}.* changed after its call at .*test_call_state.py:\d+"
+    expected = rf"must see .*{changed}.* changed after its call at .*test_forward_state.py:\d+"
     model = Looping(loop)
     with looped(model), torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=expected):
         model(states())
@@ -265,7 +265,9 @@ def test_list_to_which_blocks_append():
         return x
 
     model = Looping(loop)
-    expected = r"must not change a list or dict .*blocks.0 \(.*test_call_state.py:\d+\) changed one"
+    expected = (
+        r"must not change a list or dict .*blocks.0 \(.*test_forward_state.py:\d+\) changed one"
+    )
     with looped(model), pytest.raises(TypeError, match=expected):
         model(states())
     assert not kept
