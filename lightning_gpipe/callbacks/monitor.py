@@ -7,7 +7,6 @@ so the callback reads those of a step only if that step is logged.
 from __future__ import annotations
 
 import json
-import platform
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -102,7 +101,7 @@ class PipelineMonitor(Callback):
         pipeline = pipeline_of(trainer, self)
         self._begin()
         self._group = strategy_of(trainer, self).pipeline_group
-        self._behind = seconds_behind(self._group, platform.node())
+        self._behind = seconds_behind(self._group)
         pipeline.observe(self._see)
 
     @override

@@ -21,12 +21,12 @@ for each shape. Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023), fo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_gpipe.core.faithful import record
 from lightning_gpipe.core.run.backward.roots import Edge, Graph, is_leaf, saved_by
 
 # PyTorch makes a class of the first name for each compiled function.
@@ -74,20 +74,15 @@ class Split(NamedTuple):
 
 
 class Splits:
-    """A cache of splits by the shapes of graphs, which drops the least recently used."""
-
-    _MOST = 64
+    """A cache of splits by the shapes of graphs, which drops the oldest."""
 
     def __init__(self) -> None:
-        self._by_shape: OrderedDict[Any, Split | None] = OrderedDict()
+        self._by_shape: dict[Any, Split | None] = {}
 
     def of(self, graph: Graph) -> Split | None:
         """Return the split of a graph; None if B computes all of it."""
         if graph.shape not in self._by_shape:
-            self._by_shape[graph.shape] = find_split(graph)
-            if len(self._by_shape) > self._MOST:
-                self._by_shape.popitem(last=False)
-        self._by_shape.move_to_end(graph.shape)
+            record(self._by_shape, graph.shape, find_split(graph))
         return self._by_shape[graph.shape]
 
 
