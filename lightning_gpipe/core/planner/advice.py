@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lightning_gpipe.core.balance import Shift
-from lightning_gpipe.core.schedules import KINDS, Action, Kind, Schedule, ScheduleKind, kind_of
+from lightning_gpipe.core.schedules import KINDS, Action, Kind, Schedule, ScheduleKind
 
 Times = Mapping[tuple[Kind, int], float]
 
@@ -85,7 +85,7 @@ def changes(
         inline: Whether one thread ran all stages, so that only less work takes less time.
     """
     m, placement, recomputed = schedule.m, schedule.placement, schedule.numbers_recomputed
-    kind = kind_of(schedule)
+    kind = ScheduleKind(*schedule.kind)
     now = _length(schedule, times, inline=inline)
 
     def gain(other: Schedule, measured: Times) -> float:

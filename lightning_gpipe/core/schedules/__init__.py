@@ -43,7 +43,6 @@ from lightning_gpipe.core.schedules.table import (
     fill_drain,
     is_by_micro_batch,
     is_folded,
-    kind_of,
     kinds_for,
     schedule_for,
 )

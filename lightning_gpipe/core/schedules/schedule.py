@@ -35,9 +35,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
+from typing import Any
 
 from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors, successor
-from lightning_gpipe.core.schedules.schedule_blocks import Block
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,6 @@ def _with_gradients(row: Row) -> Iterator[Action]:
             yield action._replace(kind=Kind.GRADIENTS)
 
 
-def _without_gradients(row: Row) -> Iterator[Action]:
-    return (action for action in row if action.kind is not Kind.GRADIENTS)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The actions of one mini-batch: a row for each worker, in order.
@@ -86,7 +82,7 @@ class Schedule:
         caller: The actions of the caller while the only phase runs, in order; empty if its code
             runs before, between and after the phases.
         whole: The schedule with all actions of the caller, if those here are only some of them.
-        block: The block that the user wrote, if it is one.
+        kind: The name or the block by which it was made, and whether its backwards are split.
     """
 
     m: int
@@ -94,7 +90,7 @@ class Schedule:
     phases: tuple[tuple[Row, ...], ...]
     caller: Row = ()
     whole: Schedule | None = None
-    block: Block | None = field(default=None, compare=False)
+    kind: tuple[Any, bool] = field(default=("fill_drain", False), compare=False)
 
     @property
     def n(self) -> int:
@@ -126,15 +122,7 @@ class Schedule:
     @cached_property
     def with_gradients(self) -> Schedule:
         """This schedule, in which the gradients of each stage go home after its last backward."""
-        return self._with_phases(_with_gradients)
-
-    @cached_property
-    def without_gradients(self) -> Schedule:
-        """This schedule, in which the gradients stay."""
-        return self._with_phases(_without_gradients)
-
-    def _with_phases(self, change: Callable[[Row], Iterator[Action]]) -> Schedule:
-        phases = (tuple(tuple(change(row)) for row in rows) for rows in self.phases)
+        phases = (tuple(tuple(_with_gradients(row)) for row in rows) for rows in self.phases)
         return replace(self, phases=tuple(phases))
 
     def order_of(self, kind: Kind, j: int) -> list[int]:

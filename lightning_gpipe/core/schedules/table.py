@@ -155,14 +155,14 @@ def schedule_for(
     else:
         assert definition.rows is not None, "an entry has patterns, a block or rows"
         rows = definition.rows(m, placement, recomputed)
+    kind = ScheduleKind(schedule, split)
     if definition.by_micro_batch:
-        written = None if isinstance(schedule, str) else schedule
-        return with_caller(Schedule(m, placement, (rows,), block=written))
+        return with_caller(Schedule(m, placement, (rows,), kind=kind))
     fill, drain = (
         tuple(tuple(a for a in row if (a.kind is Kind.FORWARD) == forward) for row in rows)
         for forward in (True, False)
     )
-    return Schedule(m, placement, (fill, drain))
+    return Schedule(m, placement, (fill, drain), kind=kind)
 
 
 fill_drain = partial(schedule_for, "fill_drain")  # of a mini-batch with one loss
@@ -243,20 +243,6 @@ KINDS = tuple(
     if SCHEDULES[name].patterns is not None
     for kind in _kinds(name)
 )
-
-
-def kind_of(schedule: Schedule) -> ScheduleKind:
-    """Return the kind of a schedule, so that it can be built with other numbers."""
-    schedule = schedule.without_gradients
-    m, placement, recomputed = schedule.m, schedule.placement, schedule.numbers_recomputed
-    if not schedule.caller:
-        return ScheduleKind(split=schedule.split)
-    if schedule.block is not None:
-        return ScheduleKind(schedule.block, schedule.split)
-    kinds = (ScheduleKind(name, schedule.split) for name in get_args(ByMicroBatch))
-    # A short mini-batch may have made no whole groups.
-    possible = (kind for kind in kinds if kind.possible(1 + max(placement), placement))
-    return next(kind for kind in possible if kind.build(m, placement, recomputed) == schedule)
 
 
 def check_schedule(schedule: str | Block) -> None:

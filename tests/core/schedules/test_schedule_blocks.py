@@ -18,7 +18,6 @@ from lightning_gpipe.core.schedules.table import (
     check_planned,
     is_by_micro_batch,
     is_folded,
-    kind_of,
     schedule_for,
 )
 from tests.core.schedules.test_rules_of_schedules import PLACEMENTS
@@ -85,7 +84,7 @@ def test_kind_of_a_block_builds_it_again() -> None:
         block = drawn_block(folded(4, 2), Random(0), split=split)
         schedule = schedule_for(block, 3, folded(4, 2), recomputed=1)
 
-        kind = kind_of(schedule.with_gradients)
+        kind = ScheduleKind(*schedule.with_gradients.kind)
         assert kind == ScheduleKind(block, split)
         assert kind.build(7, folded(4, 2)) == schedule_for(block, 7, folded(4, 2))
         assert kind.arguments == f"schedule={block!r}"
