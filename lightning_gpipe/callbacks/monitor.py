@@ -204,7 +204,7 @@ class PipelineMonitor(Callback):
         if not trainer.is_global_zero:
             return
         for name, latest in self._latest.items():
-            rank_zero_info(_summary(name, pipeline, latest, steps=self._allows_steps(trainer)))
+            rank_zero_info(_summary(name, pipeline, latest))
         rank_zero_info(f"PipelineMonitor: {self._steps[-1]}.")
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,12 +218,6 @@ class PipelineMonitor(Callback):
             return
         self._draw(type(model).__name__, folder / PICTURE)
         rank_zero_info(f"PipelineMonitor: {folder / PICTURE} shows step {self._steps[-1].number}.")
-
-    def _allows_steps(self, trainer: Trainer) -> bool:
-        pipeline, module = pipeline_of(trainer, self), trainer.lightning_module
-        single = len(pipeline.piped_modules) == 1 and not pipeline.layout.spread
-        distributed = strategy_of(trainer, self).is_distributed
-        return single and not distributed and module.automatic_optimization
 
     def _draw(self, title: str, path: Path) -> None:
         step = self._steps[-1]
@@ -257,7 +251,7 @@ def _metrics(observation: Observation) -> dict[str, float]:
     return metrics
 
 
-def _summary(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps: bool) -> str:
+def _summary(name: str, pipeline: GPipe, latest: Sequence[Observation]) -> str:
     """The line at the end of a fit: the time of a mini-batch, and settings to change."""
     observation = latest[-1]
     of_module = f" of {name}" if name else ""
@@ -266,11 +260,11 @@ def _summary(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps
         f"PipelineMonitor: a mini-batch takes {milliseconds(observation.length)} in the "
         f"pipeline{of_module}, its bubble is {observation.bubble:.0%} "
         f"({observation.schedule.bubble:.0%} by the schedule), its stages are busy for "
-        f"{busy}. {_advice(name, pipeline, latest, steps=steps)}."
+        f"{busy}. {_advice(name, pipeline, latest)}."
     )
 
 
-def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps: bool) -> str:
+def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation]) -> str:
     """The gains of other settings, if a simulation explains the time of these mini-batches."""
     last = latest[-1]
     alike = [x for x in latest if (x.schedule, x.inline) == (last.schedule, last.inline)]
@@ -282,9 +276,9 @@ def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps:
     paths = [piped.path for piped in pipeline.piped_modules]
     k = 0 if len(paths) == 1 else paths.index(name)
     best = partial(best_balance, pipeline, k) if pipeline.profiles else None
-    gains = changes(last.schedule, times, last.busy, best, steps=steps, inline=last.inline)
+    gains = changes(last.schedule, times, last.busy, best, inline=last.inline)
     worth = [str(change) for change in gains if change.gain > _WORTH]
-    on_one_thread = " on one thread, where no schedule overlaps" if last.inline else ""
+    on_one_thread = " on one thread" if last.inline else ""
     return f"By simulation{on_one_thread}, " + (
         "; ".join(worth) if worth else f"no other setting would bring more than {_WORTH:.0%}"
     )

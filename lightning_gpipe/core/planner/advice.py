@@ -1,23 +1,23 @@
 """Advice: the gains of other settings, by the measured times of actions.
 
-The simulator runs the schedule of other settings with the measured times. An action on half of the
+The simulator runs the schedule with other settings and the measured times. Other schedules are
+compared by a plan, which measures what they need and knows the memory. An action on half of the
 rows takes half as long at best, so some gains are upper bounds. If the simulator does not explain
 the time of the present settings, it says nothing about others: ask :func:`doubts` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from lightning_gpipe.core.balance import Shift
-from lightning_gpipe.core.schedules import KINDS, Action, Kind, Schedule, ScheduleKind
+from lightning_gpipe.core.schedules import Action, Kind, Schedule, ScheduleKind
 
 Times = Mapping[tuple[Kind, int], float]
 
 _FIXED = 1e-4  # seconds of an action that do not shrink with its rows: the engine's, at least
-_STEP = 4e-4  # seconds of the caller for a micro-batch that has a loss of its own, at least
 _LAG = 1.25  # above it actions wait too long for their times to mean computation
 _NEAR = 0.1  # the relative error that a prediction may have
 
@@ -71,7 +71,6 @@ def changes(
     busy: Sequence[float],
     costs: Callable[[Sequence[float]], Shift] | None = None,
     *,
-    steps: bool = False,
     inline: bool = False,
 ) -> list[Change]:
     """Return the gains of other settings, the largest first.
@@ -81,7 +80,6 @@ def changes(
         times: The mean time of an action of each kind, on each stage and of the caller.
         busy: The time in which each stage was at work.
         costs: Finds the best balance by these times, if the layers were measured.
-        steps: Whether each micro-batch may have a loss of its own.
         inline: Whether one thread ran all stages, so that only less work takes less time.
     """
     m, placement, recomputed = schedule.m, schedule.placement, schedule.numbers_recomputed
@@ -106,44 +104,7 @@ def changes(
     halves = {key: max(time / 2, min(time, _FIXED)) for key, time in times.items()}
     twice = gain(kind.build(2 * m, placement, tuple(2 * k for k in recomputed)), halves)
     gains.append(Change(f"chunks={2 * m}", twice, at_most=True, if_="a batch has enough rows"))
-    for other in _other_kinds(schedule, steps=steps):
-        own_loss = other.by_micro_batch and not schedule.caller
-        # Few micro-batches are alive then, so that none need be recomputed.
-        built = other.build(m, placement, 0 if own_loss else recomputed)
-        divided = other.split and not schedule.split
-        measured = _in_parts(times) if divided else times
-        if own_loss:
-            measured = _with_losses(_keeping(measured), built)
-        if_ = "training_step may be called for each micro-batch" if own_loss else ""
-        at_most = own_loss or divided
-        gains.append(Change(other.arguments, gain(built, measured), at_most=at_most, if_=if_))
     return sorted(gains, key=lambda change: -change.gain)
-
-
-def _other_kinds(schedule: Schedule, *, steps: bool) -> Iterator[ScheduleKind]:
-    """Yield the kinds to which a schedule could be changed, and whose times are known."""
-    m, placement, recomputed = schedule.m, schedule.placement, schedule.numbers_recomputed
-    for kind in KINDS:
-        # The loss of a batch may be another one, and the time of a whole backward is not known.
-        if kind.by_micro_batch < bool(schedule.caller) or kind.split < schedule.split:
-            continue
-        if kind.by_micro_batch and not (steps or schedule.caller):
-            continue
-        if kind.possible(m, placement) and kind.build(m, placement, recomputed) != schedule:
-            yield kind
-
-
-def _in_parts(times: Times) -> Times:
-    """Return times with backwards in halves, which is the best that a split can bring.
-
-    Nobody waits for the backward of the first stage, so it stays whole.
-    """
-    split = dict(times)
-    for (kind, j), time in times.items():
-        if kind is Kind.BACKWARD and j >= 0:
-            split[kind, j] = time / 2 if j else time
-            split[Kind.WEIGHTS, j] = time - split[kind, j]
-    return split
 
 
 def _keeping(times: Times) -> Times:
@@ -152,11 +113,6 @@ def _keeping(times: Times) -> Times:
         (kind, j): max(time, times.get((Kind.RECOMPUTE, j), 0.0)) if kind is Kind.FORWARD else time
         for (kind, j), time in times.items()
     }
-
-
-def _with_losses(times: Times, schedule: Schedule) -> Times:
-    """The times with the least times of the caller, where each micro-batch has a loss."""
-    return {(action.kind, action.j): _STEP / 2 for action in schedule.caller} | dict(times)
 
 
 def _length(schedule: Schedule, times: Times, *, inline: bool = False) -> float:

@@ -63,7 +63,7 @@ def test_one_thread_overlaps_nothing() -> None:
     times = {(kind, j): 1.0 for kind in (F, R, B) for j in range(2)}
     schedule = fill_drain(4, (0, 1), recomputed=4)
 
-    found = changes(schedule, times, [12, 12], steps=True, inline=True)
+    found = changes(schedule, times, [12, 12], inline=True)
 
     assert [each.setting for each in found] == ["activation_checkpointing='never'"]
     assert found[0].gain == pytest.approx(1 - 16 / 24)
@@ -75,16 +75,6 @@ def test_small_actions_gain_nothing_by_more_micro_batches() -> None:
     found = {each.setting: each.gain for each in changes(fill_drain(4, (0, 1)), times, [1, 1])}
 
     assert found["chunks=8"] < 0
-
-
-def test_small_micro_batches_gain_nothing_by_losses_of_their_own() -> None:
-    times = {(F, 0): 3e-4, (F, 1): 3e-4, (B, 0): 3e-4, (B, 1): 3e-4}
-
-    found = {
-        each.setting: each for each in changes(fill_drain(4, (0, 1)), times, [1, 1], steps=True)
-    }
-
-    assert found["schedule='1f1b'"].gain < 0 and found["schedule='1f1b'"].at_most
 
 
 def test_what_the_simulator_explains() -> None:
@@ -123,53 +113,3 @@ def test_same_schedule_of_other_numbers(name: ByMicroBatch | Block) -> None:
     assert found["balance='time'"] == 0
     assert found["chunks=8"] == pytest.approx(1 - length(8, 8, 0.5) / now)
     assert found["activation_checkpointing='never'"] == pytest.approx(1 - length(4, 0, 1.0) / now)
-
-
-def test_split_backwards() -> None:
-    # 5 forwards of 1 and 5 backwards of 2; the first stage waits for a B only, of 1, if split.
-    times = {(F, 0): 1.0, (F, 1): 1.0, (B, 0): 2.0, (B, 1): 2.0}
-    schedule = fill_drain(4, (0, 1))
-
-    found = {each.setting: each for each in changes(schedule, times, [12, 12])}
-
-    assert str(found["split_backward=True"]) == "split_backward=True would bring up to 7%"
-    assert not any("schedule" in each for each in found)
-
-
-def test_schedules_with_a_loss_for_each_micro_batch() -> None:
-    times = {(kind, j): 1.0 for kind in (F, R, B) for j in range(2)}
-    schedule = fill_drain(4, (0, 1), recomputed=4)
-
-    found = {each.setting: each for each in changes(schedule, times, [12, 12], steps=True)}
-
-    now = 5 + 4 * 2 + 1
-    assert str(found["schedule='1f1b'"]) == (
-        f"schedule='1f1b' would bring up to {1 - 10 / now:.0%}, if training_step may be called for "
-        "each micro-batch"
-    )
-    assert found["schedule='zero_bubble'"].at_most
-
-
-def test_changes_of_a_schedule_by_micro_batch_keep_the_loss() -> None:
-    times = {(kind, j): 1.0 for kind in (F, B, W) for j in range(3)}
-    schedule = schedule_for("1f1b", 6, (0, 1, 2), split=True)
-
-    found = {each.setting: each for each in changes(schedule, times, [18, 18, 18])}
-
-    other = schedule_for("zero_bubble", 6, (0, 1, 2)).simulate(lambda a: times.get(a[::2], 0.0))
-    gain = 1 - other.makespan / schedule.simulate(lambda a: times.get(a[::2], 0.0)).makespan
-    assert found["schedule='zero_bubble'"].gain == pytest.approx(gain) and gain > 0
-    assert not found["schedule='zero_bubble'"].if_
-    assert not {"split_backward=True", "schedule='1f1b'"} & found.keys()
-
-
-def test_stages_that_share_devices_need_whole_groups() -> None:
-    times = {(kind, j): 1.0 for kind in (F, B) for j in range(4)}
-
-    found = [
-        {each.setting for each in changes(fill_drain(m, (0, 1, 0, 1)), times, [2] * 4, steps=True)}
-        for m in (4, 5)
-    ]
-
-    assert "schedule='1f1b'" in found[0] and "schedule='1f1b'" not in found[1]
-    assert not any("schedule='zero_bubble'" in each for each in found)
