@@ -174,7 +174,6 @@ def test_no_file_name_is_twice_in_core() -> None:
     assert max(names.values()) == 1
 
 
-EARLY = {"core.layout": {"SHARDINGS", "Sharding"}}  # at a door before others use them
 FOLDERS = [room for room in ROOMS if MODULES[room].name == "__init__.py" and room != "__init__"]
 
 
@@ -197,7 +196,7 @@ def test_door_hands_on_only_what_is_used(room: str) -> None:
     door = ast.walk(ast.parse(MODULES[room].read_text("utf-8")))
     at_the_door = {node.id for node in door if isinstance(node, ast.Name)}
 
-    assert exports(room) - used - at_the_door <= EARLY.get(room, set())
+    assert exports(room) - used - at_the_door == set()
 
 
 def test_modules_import_only_from_below_and_through_doors() -> None:

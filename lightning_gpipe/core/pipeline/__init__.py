@@ -23,29 +23,3 @@ from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
 from lightning_gpipe.core.pipeline.piped_module import PipedModule, piped_modules_at
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-
-__all__ = [
-    "CRITERIA",
-    "Entry",
-    "GPipe",
-    "LayerMeasurement",
-    "MicroBatchStepping",
-    "Outcome",
-    "PipedModule",
-    "Pipeline",
-    "Requested",
-    "balance_by_memory",
-    "balance_by_parameters",
-    "balance_by_time",
-    "balance_of_each",
-    "calling",
-    "entries_of",
-    "is_criterion",
-    "memory_of",
-    "parameters_around",
-    "piped_modules_at",
-    "plan",
-    "plan_measured",
-    "profile",
-    "resolve",
-]

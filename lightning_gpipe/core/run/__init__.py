@@ -25,31 +25,3 @@ from lightning_gpipe.core.run.observe.timeline import Observation, Timeline, typ
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
 from lightning_gpipe.core.run.step_at_last import StepAtLast
-
-__all__ = [
-    "LOSS_WEIGHT",
-    "DividedWeights",
-    "Engine",
-    "GradientHome",
-    "GradientTransfer",
-    "Losses",
-    "Observation",
-    "RunTimes",
-    "Stage",
-    "StagePass",
-    "StepAtLast",
-    "Threads",
-    "ThreadsOrInline",
-    "Timeline",
-    "UserStep",
-    "ValuesOnLayers",
-    "check_threads",
-    "greenlets",
-    "in_layers",
-    "leaves_around",
-    "leaves_behind",
-    "loss_and_weight",
-    "pass_alone",
-    "refuse_second_backward",
-    "typical",
-]
