@@ -56,7 +56,7 @@ help:
 	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; 1,500 drawn fits; faults,"
 	@echo "             interrupts, killed processes (some minutes), processes that end or wait (half an hour)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
-	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
+	@echo "make bench   all benchmarks for 2 CPU cores (under half an hour); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
 	@echo "make docs    the site of docs/, in build/site; a link that leads nowhere ends it. The code"
 	@echo "             of the built pages is that of their sources, and runs (a minute)"
