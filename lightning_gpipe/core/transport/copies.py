@@ -1,8 +1,7 @@
 """Copies between devices that overlap with computation.
 
 A copy on the compute stream would delay the computation queued after it. Each CUDA device therefore
-has two side streams, one for copies that leave it and one for copies that arrive, so that neither
-delays the other.
+has two side streams: one for copies that leave it, one for copies that arrive.
 """
 
 from __future__ import annotations
@@ -82,9 +81,7 @@ class Copies:
     def send(
         self, leaves: list[Any], source: torch.device | None, target: torch.device
     ) -> tuple[list[Any], torch.cuda.Event | None]:
-        """Queue copies to ``target`` of the tensors among ``leaves`` that are on ``source``.
-
-        None as the source moves everything.
+        """Queue copies to ``target`` of the tensors on ``source``; of all tensors if that is None.
 
         Returns:
             The leaves (the same list if nothing had to move), and an event after which those on

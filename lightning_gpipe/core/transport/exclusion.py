@@ -2,8 +2,8 @@
 
 If two of the user's threads ran mini-batches at once, they would wait for one another's workers,
 and each would see the other's changes to the layers. So they take turns, even in different
-pipelines of the same layers. After a run has failed, a worker may still be in the middle of an
-action: the next run waits for it too.
+pipelines of the same layers. After a run has failed, the next one also waits for workers that are
+still in the middle of an action.
 
 A worker runs its layers for a thread that waits for it, and the two count as one. So a layer can
 contain another pipeline, whose layers are then layers of both.
@@ -25,11 +25,7 @@ from lightning_gpipe.core.transport.threads import lineage
 
 
 class _Turn:
-    """A lock and its owner; workers count as the thread that waits for them.
-
-    Attributes:
-        owner: The thread that holds the lock.
-    """
+    """A reentrant lock and its owner; workers count as the thread that waits for them."""
 
     def __init__(self) -> None:
         self._renew()
@@ -41,18 +37,13 @@ class _Turn:
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
-        """The lock that the owner holds; reentrant."""
         if self._forks != _REGISTRY.forks:
             self._renew()  # the thread that holds the lock is not in this process
         return self._lock
 
 
 class _Registry:
-    """The turn of each module.
-
-    Attributes:
-        forks: The number of forks between the process that imported this module and this one.
-    """
+    """The turn of each module; ``forks`` counts those since the process that imported this."""
 
     def __init__(self) -> None:
         self.forks = 0
@@ -60,7 +51,6 @@ class _Registry:
         self._turn_of: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()
 
     def count_fork(self) -> None:
-        """Count a fork, in the new process."""
         self.forks += 1
 
     def turns_of(self, *layouts: Layout) -> list[_Turn]:
@@ -87,9 +77,7 @@ if sys.platform != "win32":
 class Exclusion:
     """Lets one thread at a time run mini-batches with the layers of some layouts; reentrant.
 
-    Args:
-        layouts: What runs where.
-        before: Called when a thread gets its turn.
+    ``before`` is called when a thread gets its turn.
     """
 
     def __init__(self, *layouts: Layout, before: Callable[[], None] = lambda: None) -> None:

@@ -60,12 +60,8 @@ class InlineExchange(Exchange):
 class InlineTransport(Transport):
     """Runs all workers in turns on the calling thread.
 
-    Args:
-        layout: What runs where.
-        exclusion: Keeps two threads from running mini-batches at once; None makes a new one.
-        shares: The number of workers that share the cores where they are threads. Operators use as
-            many intra-op threads as there, so that results are the same to the bit.
-        cores: The cores that the workers share, see :class:`~lightning_gpipe.GPipe`.
+    Operators use as many intra-op threads as if ``shares`` workers on threads shared the cores, so
+    that results are the same to the bit.
     """
 
     def __init__(
@@ -120,7 +116,6 @@ class InlineTransport(Transport):
         return InlineExchange(phase, self.copies())
 
     def sharing(self) -> AbstractContextManager[None]:
-        """Return a ``with`` block in which operators use as many threads as on a worker's."""
         if self._cores is not None:
             return intra_op_threads(share_of(self._cores, self._shares))
         if self._shares <= 1:
@@ -130,7 +125,6 @@ class InlineTransport(Transport):
         return NOTHING if share == own else intra_op_threads(share)
 
     def copies(self) -> Copies:
-        """The copies between the devices, with their side streams; made when first needed."""
         if self._copies is None:
             self._copies = Copies(self._layout)
         return self._copies

@@ -34,9 +34,9 @@ class OutputElsewhere(BaseException):
 class RankFailed(RuntimeError):
     """Raised when another process of the pipeline has failed, or is lost.
 
-    The message names it by its rank and its stages, and tells its error, or that nothing was heard
-    of it for the time ``lost_after``. After an error the next step works if all processes go on;
-    after a loss no step does.
+    The message names its rank and its stages, and its error, or says that nothing was heard of it
+    for the time ``lost_after``. After an error the next step works if all processes go on; after a
+    loss no step does.
     """
 
 
@@ -93,10 +93,7 @@ class Exchange(ABC):
         """Send the value that ``to`` needs from the neighbouring stage or a skip connection."""
 
     def send_as_told(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
-        """Send an input of the caller, which has none in processes that do not run its code.
-
-        The caller in the process of the first stage sends theirs.
-        """
+        """Send an input of the caller, from the process of the first stage only."""
         self.send(to, value, skip)
 
     def send_to_all(self, to: Action, value: FlatTree, route: Route) -> None:
@@ -108,7 +105,7 @@ class Exchange(ABC):
         """Wait for the value that ``at`` needs, and return it on the device of ``at``.
 
         Raises:
-            Cancelled: If the run was cancelled.
+            RunCancelled: If the run was cancelled.
             RuntimeError: If the run ended without sending it.
         """
 
@@ -117,7 +114,6 @@ class Exchange(ABC):
         self.receive(self.phase.last_result)
 
     def check(self) -> None:
-        """Raise :class:`RunCancelled` if the run was cancelled."""
         if self.cancelled:
             raise RunCancelled
 
@@ -131,9 +127,7 @@ class Exchange(ABC):
 class Task(ABC):
     """The row of one worker in a phase, and the context that it needs.
 
-    Attributes:
-        row: The actions, in order.
-        variables: Python's context variables; another thread performs the task in a copy of them.
+    Another thread performs the task in a copy of its context variables.
     """
 
     row: Sequence[Action]
@@ -143,8 +137,7 @@ class Task(ABC):
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager around all actions, entered on the thread that performs them.
 
-        ``joined`` is True within the session of another worker, which has given the thread its
-        state.
+        ``joined`` is True within the session of another worker, which has set the thread's state.
         """
 
     @abstractmethod
@@ -169,10 +162,8 @@ class Transport(ABC):
     ) -> Exchange:
         """Return a new, empty exchange for a phase of a schedule.
 
-        Args:
-            phase: The phase.
-            label: Its label; only processes, which compare it, need one.
-            awaited: The results that the caller waits for; None for all.
+        Only processes need a label: they compare it. ``awaited`` are the results that the caller
+        waits for; None for all.
         """
 
     @abstractmethod
@@ -203,16 +194,16 @@ class Transport(ABC):
     def on_lost_wait(self, act: Callable[[], None]) -> None:  # noqa: B027 - most wait for nobody
         """Call ``act``, on another thread, when waiting for another process is in vain.
 
-        It is lost, or it has failed and this one does not notice, since it waits elsewhere.
+        That process is lost, or has failed while this one waits elsewhere and does not notice.
         """
 
     def explain(  # noqa: B027 - most have nobody to tell
         self, cause_of: Callable[[BaseException], BaseException]
     ) -> None:
-        """Tell the cause of an error in its place, as ``cause_of`` returns it.
+        """Replace an error by its cause, as ``cause_of`` returns it, before others are told.
 
-        In a layer that waits for other processes than those of the pipeline, their loss is an error
-        of the network.
+        In a layer that waits for processes outside the pipeline, the loss of one is an error of the
+        network.
         """
 
     @abstractmethod

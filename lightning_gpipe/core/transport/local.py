@@ -1,8 +1,8 @@
 """Workers as threads of one process, one for each device.
 
 Threads share memory, so a value for the same device is not copied. Each worker has one inbox, a
-queue for values and for the cancellation of the run: a waiting worker is woken at once when the run
-fails elsewhere, and no wait is endless.
+queue for values and for the cancellation of the run: a failure elsewhere wakes a waiting worker at
+once.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class LocalExchange(Exchange):
         return value if ready is None else self._copies.unpack(at, value, ready)
 
     def _fetch(self, inbox: int, at: Action) -> None:
-        """Take the next parcel from an inbox; return without one if none comes for a while."""
         self.check()
         more = inbox != self._caller or self._expects()
         if not self._take(inbox) and not more:
@@ -107,7 +106,6 @@ class LocalExchange(Exchange):
         self._inboxes[self._caller].put(None)
 
     def cancel(self) -> None:
-        """Cancel the run, and wake all waiting workers."""
         self.cancelled = True
         for inbox in self._inboxes:
             inbox.put(None)
@@ -116,11 +114,7 @@ class LocalExchange(Exchange):
 class LocalTransport(Transport):
     """Runs each worker on a thread of its own, started when first needed.
 
-    Args:
-        layout: What runs where.
-        workers: The threads, if other transports over the same devices use them too; None makes
-            new ones.
-        cores: The cores that the workers share, see :class:`~lightning_gpipe.GPipe`.
+    ``workers`` are the threads, if other transports over the same devices use them too.
     """
 
     def __init__(
@@ -183,8 +177,6 @@ class LocalTransport(Transport):
                     torch.set_num_threads(torch.get_num_threads())  # new threads begin with it
 
     def _perform_own(self, caller: Task, exchange: LocalExchange, outcomes: Outcomes) -> None:
-        """Perform the caller's task on this thread, until its end or an error of a worker."""
-
         def more() -> bool:
             self._check_threads()
             if outcomes.errors:
@@ -230,13 +222,6 @@ class Workers:
     Two pipelines of one model, such as an encoder and a decoder, run one after another, so a device
     needs one thread for both. They take turns: if two of the user's threads ran one each, the
     workers could wait for one another in different pipelines.
-
-    Args:
-        layouts: The layouts of the transports.
-
-    Attributes:
-        pool: The threads.
-        exclusion: Lets one of the user's threads at a time use them.
     """
 
     def __init__(self, *layouts: Layout) -> None:
@@ -248,9 +233,7 @@ class Workers:
 class _Pool:
     """The threads, without a reference to their :class:`Workers`, whose finalizer ends them.
 
-    Attributes:
-        threads: One for each worker; none before they are needed.
-        idle: Whether all jobs of the last run have ended.
+    ``idle`` is True if all jobs of the last run have ended.
     """
 
     def __init__(self) -> None:
@@ -268,7 +251,6 @@ class _Pool:
             self.idle = True
 
     def end(self) -> None:
-        """End the threads."""
         while self.threads:
             self.threads.pop().end(JOIN)
 

@@ -1,8 +1,7 @@
 """Threads that run one job after another, the outcomes of those jobs, and shares of the cores.
 
 A user may press Ctrl-C at any moment, which interrupts the calling thread at any line. So the
-caller keeps no record that an interrupt could leave half-written: the worker threads, which are not
-interrupted, record the end of each job and its error.
+worker threads, which are not interrupted, record the end of each job and its error.
 
 # Note [Threads end before the interpreter]
 When the interpreter ends, Python before 3.14 ends a daemon thread that returns from C code by
@@ -42,9 +41,8 @@ class WorkerThread(threading.Thread):
     """A named thread with a queue of jobs; its creator must end it with :meth:`end`.
 
     The operating system knows it by the first word of its name, 15 letters at most: profilers and
-    debuggers show that.
-
-    A job must not raise; :meth:`Outcomes.of` makes a job of any function, and records its error.
+    debuggers show that. A job must not raise; :meth:`Outcomes.of` makes a job of any function, and
+    records its error.
 
     Attributes:
         intra_op: The number of threads that its operators may use, or 0 if that was not set.
@@ -67,7 +65,6 @@ class WorkerThread(threading.Thread):
             del job  # frees what it refers to while the thread waits for the next
 
     def put(self, job: Job) -> None:
-        """Run ``job`` after the jobs before it."""
         self._jobs.put(job)
 
     def work(self, job: Job) -> None:
@@ -110,11 +107,7 @@ def working_for(threads: Iterable[WorkerThread]) -> bool:
 
 
 class Outcomes:
-    """Records how a number of jobs, which several threads run, ended.
-
-    Attributes:
-        errors: The errors that they raised, in order of time.
-    """
+    """Records the ends of jobs that several threads run, and their errors in order of time."""
 
     def __init__(self, number: int) -> None:
         self.errors: list[BaseException] = []
@@ -124,7 +117,6 @@ class Outcomes:
 
     @property
     def pending(self) -> int:
-        """The number of jobs that have not ended yet."""
         return self._number - len(self._ended)
 
     def of(self, job: Job) -> Job:
@@ -137,7 +129,6 @@ class Outcomes:
             self._wake.get(timeout=timeout)
 
     def wait_for_all(self, timeout: float) -> None:
-        """Wait for all jobs to end, ``timeout`` seconds at most."""
         deadline = monotonic() + timeout
         while self.pending and (left := deadline - monotonic()) > 0:
             self.wait(left)
@@ -154,12 +145,12 @@ class Outcomes:
 
 
 def share_of(threads: int, workers: int) -> int:
-    """Return how many of the caller's intra-op threads each of the workers on the CPU has."""
+    """Return the number of the caller's intra-op threads for each worker on the CPU."""
     return max(1, threads // max(1, workers))
 
 
 def check_cores(cores: object, devices: Sequence[torch.device] = ()) -> None:
-    """Refuse an argument ``cores`` that is no number, or is for workers that have none."""
+    """Refuse a ``cores`` that is not a positive integer, or is for workers that use no cores."""
     if cores is None:
         return
     if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
@@ -174,8 +165,8 @@ def check_cores(cores: object, devices: Sequence[torch.device] = ()) -> None:
 def perform_with(cores: int, phase: Schedule, task: Task, row: Sequence[Action]) -> None:
     """Perform some actions of a task, each with its number of intra-op threads.
 
-    Workers that are at work at once share the cores, so one whose neighbours wait has theirs. Who
-    is at work when is read off the schedule, so the numbers are those of any other transport.
+    Workers that are at work at once share the cores, so one whose neighbours wait has theirs. The
+    schedule says who is at work when, so the numbers are those of any other transport.
     """
     at_work = phase.at_work
     for number, actions in groupby(row, lambda action: share_of(cores, at_work[action])):
@@ -210,7 +201,7 @@ def use_threads(number: int) -> None:
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """Return what each thread runs at the moment, by its identity.
+    """Return the present frame of each thread, by the thread's identity.
 
     Python 3.11.7 may search for garbage when it makes their frames, under a lock that a thread
     needs to start. One that starts while an object is finalized then waits for ever, with the

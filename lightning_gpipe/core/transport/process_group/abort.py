@@ -29,18 +29,18 @@ _CONNECTED: WeakKeyDictionary[ProcessGroup, Collection[int]] = WeakKeyDictionary
 
 
 def set_connected(group: ProcessGroup, ranks: Collection[int]) -> None:
-    """Let :func:`abort_group` know which ranks of a group are connected with this one."""
+    """Record which ranks of a group are connected with this one, for :func:`abort_group`."""
     _CONNECTED[group] = ranks
 
 
 def abort_gloo(group: Any, rank: int) -> None:
-    """End all waits in a group over Gloo, by a wait for another rank; it is of no use any more."""
+    """End all waits in a group over Gloo, and the use of it, by a wait for another rank."""
     with suppress(RuntimeError):
         group.recv([torch.empty(1)], rank, _TAG).wait(timedelta(milliseconds=1))
 
 
 def abort_group(group: ProcessGroup) -> None:
-    """End all waits in a process group with errors; the group is of no use any more."""
+    """End all waits in a process group with errors; the group is unusable then."""
     for device in group._device_types:
         backend = group._get_backend(device)
         if isinstance(backend, ProcessGroupGloo):
@@ -84,7 +84,6 @@ class UserCollectives:
             thread.start()
 
     def join(self) -> None:
-        """Wait until they are aborted."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN)

@@ -1,9 +1,9 @@
-"""Which messages this process passes on to the others that it is connected with.
+"""The messages that this process passes on to the others that it is connected with.
 
 A process is connected with some others only. So it passes on what all must know, and as each of
 them does so too, the message comes back to it. And a thousand processes may fail in the same run,
-or close after the same exchange: all must know of the first, whichever they hear of first. So one
-passes on only what is earlier than all that it has passed on about the same::
+or close after the same exchange: all must know of the first, whichever they hear of first. So a
+process passes on a message only if it is earlier than all before it about the same::
 
     heard about run 0   exchange 7   exchange 7   exchange 4   exchange 7
     passed on           yes          no           yes          no

@@ -3,7 +3,7 @@
 A process must know the form of a tensor before it can receive it straight from a GPU, and the form
 of an activation is known once it is computed: its values may decide it. But a gradient has the form
 of its activation, which both processes have had by then. So the first gradient between two workers
-takes the announcements of those after it in the row along, and they come without a message::
+carries the announcements of those after it in the row, and they come without a message::
 
     sender    announce B0 B1 B2, send B0 | send B1 | send B2 | announce B3, send B3
     receiver  receive B0, receive B1, receive B2, queued on the GPU | receive B3
@@ -11,8 +11,8 @@ takes the announcements of those after it in the row along, and they come withou
 The last one is announced when it is sent. So no process ends a phase before all have done their
 part, and what its header signals is complete.
 
-What is announced is sent, in this order and whatever happens. Where there is no gradient, or the
-run fails, zeros go in its place, and another value that would overtake goes over the host.
+An announced gradient is sent, in this order and whatever happens. Where there is no gradient, or
+the run fails, zeros go in its place, and another value that would overtake goes over the host.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Forms:
         self._by_minibatch: dict[tuple[int, int], KnownForms] = {}
 
     def of(self, failed: int, label: Label) -> KnownForms:
-        """Return those for a phase, after so many failed runs; a forward has none at first."""
+        """Return those for a phase, after ``failed`` failed runs; a forward has none at first."""
         minibatch = failed, label.minibatch
         if label.phase:
             return self._by_minibatch.pop(minibatch, {})
@@ -73,11 +73,7 @@ class Forms:
 class GradientsAhead:
     """Sends the values of one backward that go straight, and announces some ahead.
 
-    Args:
-        layout: What runs where.
-        phase: The phase; nothing is announced ahead where it has forwards too.
-        forms: The forms of the gradients, as far as they are known.
-        links: The connections.
+    Nothing is announced ahead in a phase that has forwards too.
     """
 
     def __init__(
@@ -96,7 +92,7 @@ class GradientsAhead:
         self._announced: dict[Action, _Announced] = {}  # in the order in which they are sent
 
     def record(self, rank: int, mail: Mail) -> None:
-        """Know the gradient of an activation that has come straight from a process.
+        """Record the gradient's form from an activation that has come straight from a process.
 
         Those of values on other routes would overtake it, so with these none is known.
         """
@@ -124,14 +120,13 @@ class GradientsAhead:
             self._links.post(rank, header, mail, ahead)
 
     def abandon(self) -> None:
-        """Send what is announced: the run has failed."""
+        """Send the announced gradients: the run has failed."""
         with self._lock:
             self._next = {}
             for to in [*self._announced]:
                 self._send(to, FlatTree([]))
 
     def _announce(self, rank: int, mail: Mail) -> list[bytes]:
-        """Return announcements of gradients after this one."""
         announced: list[bytes] = []
         size = 0
         if self._next is None:
@@ -157,7 +152,7 @@ class GradientsAhead:
 def _pairs(layout: Layout, phase: Schedule) -> Iterator[tuple[Action, Action]]:
     """Yield each gradient for another process, and the next one that may be announced with it.
 
-    That is the one after it between the same two workers, unless it is the last.
+    That is the next between the same two workers, unless it is the last.
     """
     for w in layout.workers_here:
         rows: dict[int, list[Action]] = {}

@@ -38,9 +38,6 @@ class Heartbeat:
         on_silent: Called with the ranks of those that are lost, once for each.
         send: Sends a beat to each.
         on_beat: Called after each beat.
-
-    Attributes:
-        limit: The number of beats that a process may miss.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class Heartbeat:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
         if self._thread is None:
             self._missed = dict.fromkeys(self._missed, 0.0)
             self._stop = threading.Event()

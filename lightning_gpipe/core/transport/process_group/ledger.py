@@ -33,19 +33,17 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Return what the others are told of an error of a process."""
+        """Make the failure that the others are told for an error of a process."""
         notes = [f"({note})" for note in getattr(error, "__notes__", [])]
         if isinstance(error, OutOfStep):  # which is of all, whichever notices
             return cls((), " ".join([str(error), *notes]))
         return cls((rank,), " ".join([f"failed: {type(error).__name__}: {error}", *notes]))
 
     def encode(self) -> str:
-        """Return the failure as text."""
         return json.dumps(self)
 
     @classmethod
     def decode(cls, text: str) -> Failure:
-        """Read a failure from a text."""
         ranks, how = json.loads(text)
         return cls(tuple(ranks), how)
 
@@ -59,7 +57,7 @@ class Failure(NamedTuple):
 def names_of(ranks: Sequence[int], numbers: Sequence[int], layout: Layout | None = None) -> str:
     """Name connected processes by their global ranks, and by their stages if there is a layout.
 
-    ``numbers`` are the global ranks of all connected processes, which the user knows.
+    ``numbers`` are the global ranks of all connected processes.
     """
     names = []
     for rank in ranks:
@@ -83,8 +81,8 @@ class Ledger:
     Attributes:
         failed: The number of runs that have failed.
         begun: The number of exchanges begun since then.
-        closed: How often this process has closed.
-        ends: How often it has ended.
+        closed: The number of times that this process has closed.
+        ends: The number of times that it has ended.
         lost: The first loss of a process, after which nothing works; None before.
         lost_ranks: The processes that cannot be reached.
     """
@@ -146,7 +144,6 @@ class Ledger:
         return False
 
     def record_failure(self, serial: int, failure: Failure) -> None:
-        """Record that another process has failed in an exchange."""
         failed = run_of(serial)
         if failed >= self.failed:  # else several have failed in the same run
             entry = serial, failure
@@ -169,8 +166,7 @@ class Ledger:
     def record_end(self, rank: int, times: int) -> bool:
         """Record that another process has ended for the ``times``-th time.
 
-        Returns:
-            True if this one has ended as often, so both may start.
+        Return True if this one has ended as often, so both may start.
         """
         self._ends_of[rank] = times
         return times <= self.ends
@@ -190,7 +186,7 @@ class Ledger:
 
     @property
     def failure(self) -> Failure | None:
-        """Why the present exchange cannot go on, if it cannot."""
+        """The reason why the present exchange cannot go on, or None."""
         failed = self._failure_by(self.serial)  # a process that has failed may close at once
         if failed is None and (closers := self._closers(before=self.serial)):
             return Failure(tuple(closers), "closed the pipeline")
@@ -198,20 +194,19 @@ class Ledger:
 
     @property
     def failure_next(self) -> Failure | None:
-        """Why the next exchange cannot run, if it cannot."""
+        """The reason why the next exchange cannot run, or None."""
         return self.lost or self._failure_by(self.serial + 1)
 
     @property
     def failure_at_end(self) -> Failure | None:
-        """Why the present exchange fails even if all processes have finished their part."""
+        """The reason why the present exchange fails though all processes have finished, or None."""
         return self.lost or self._failure_by(self.serial)
 
     def _failure_by(self, serial: int) -> Failure | None:
-        """Return the failure of this run in an exchange up to ``serial``, if there is one."""
         failed_at, failure = self._failures.get(self.failed, (0, None))
         return failure if failed_at <= serial else None
 
     def _closers(self, before: float = math.inf) -> list[int]:
-        """Return those that have closed, while this one has not, before an exchange."""
+        """Return those that have closed before an exchange, while this one has not."""
         closes = self._closed_by.items()
         return [rank for rank, (times, at) in closes if times > self.closed and at < before]

@@ -55,7 +55,7 @@ def _described(label: Label, other: Label, pipelines: Sequence[str]) -> str:
 
 
 def _others(one: Label, two: Label) -> Iterator[str]:
-    """Describe differences of checksums, of which no more can be said."""
+    """Describe differences of checksums, which have no details."""
     if one.training >> _COUNT == two.training >> _COUNT and one.training != two.training:
         yield "with other modules in training mode"
     if one.program != two.program:

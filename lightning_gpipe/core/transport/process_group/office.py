@@ -5,7 +5,8 @@ comes to none of the others. A value goes to the exchange that runs, or waits fo
 process has not begun. A failure ends the exchange that runs, or the next one.
 
 Failures and ends concern all, and each process passes on what is news to it. Heartbeats go between
-neighbours in a tree, and carry what each subtree does to the root, which knows who waits in vain.
+neighbours in a tree, and carry the operations of each subtree to the root, which finds waits that
+are in vain.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ START = 10  # times as long until the first heartbeat: a process may still load 
 class Recipient(Protocol):
     """An exchange, which takes values from processes, and ends when one has failed.
 
-    Attributes:
-        purpose: What a process in it waits for.
+    ``purpose`` says what a process in it waits for.
     """
 
     purpose: str
@@ -64,13 +64,9 @@ class Office:
         group: The process group of the owners of the pipelines, for host tensors.
         ranks: Their global ranks.
         lost_after: How long a process may be silent until it is lost.
-        store: Where GPUs of two processes find one another; None if no two will.
+        store: The store where GPUs of two processes find one another; None if no two will.
 
     Attributes:
-        ranks: The global ranks of the connected processes.
-        ledger: The state of the others.
-        links: The connections to some of them.
-        requests: The requests to all of them.
         on_lost: Called with the global ranks that are lost, and how, if not None.
     """
 
@@ -174,15 +170,15 @@ class Office:
             return self.ledger.failure_next
 
     def absence(self) -> Failure | None:
-        """Return which processes have ended and cannot come any more, or None."""
+        """Return the processes that have ended and cannot come any more, or None."""
         with self._lock:
             return self.ledger.ended
 
     def hear_of_loss(self, ranks: Sequence[int], how: str) -> None:
         """Record a loss of some global ranks, which another office of this process knows of.
 
-        What another office has lost, as a Trainer of an earlier fit may have, is alive if it is
-        heard here. If none is lost, some wait for one another, and all end.
+        A rank that another office has lost, as a Trainer of an earlier fit may have, is alive if
+        this one hears it. If none is lost, some wait for one another, and all end.
         """
         others = [k for k, rank in enumerate(self.ranks) if rank in ranks and k != self._rank]
         own = [k for k in others if not (self._listens and self._heartbeat.hears(k))]
@@ -190,7 +186,6 @@ class Office:
             self._lose(own, Failure(tuple(own), how))
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
-        """Call ``act``, on another thread, when waiting for another process is in vain."""
         self._user_collectives.add(act)
 
     def pause(self) -> None:
@@ -237,7 +232,6 @@ class Office:
         self._abort()
 
     def _abort(self) -> None:
-        """End all connections, and all threads that wait for them."""
         self.ledger.lose([], Failure((self._rank,), "has ended its pipeline"))
         self._channels.abort()
         self.links.abort()
@@ -257,7 +251,6 @@ class Office:
         return self._gossip.is_news((header.code, about), *when)
 
     def _spread(self, header: Header, text: str = "", *, but: int = -1) -> None:
-        """Tell all connected processes but one, each of which tells more."""
         self.links.spread(header, text, but={*self.ledger.lost_ranks, but})
 
     def _tell_and_wait(self, header: Header, text: str = "") -> None:
@@ -266,7 +259,6 @@ class Office:
         self._wait(lambda: told.wait(_POLL), deadline)
 
     def _wait(self, is_over: Callable[[], bool], deadline: float) -> None:
-        """Wait for others until a time, or shortly after one is lost."""
         while not is_over() and time.monotonic() < min(deadline, self._lost_at + _LINGER):
             pass
 
@@ -309,7 +301,6 @@ class Office:
             recipient.arrive(*arrival)
 
     def _connect(self, header: Header) -> None:
-        """Connect to a process that asks for it, or pass its message on."""
         if header.to != self._rank:
             self.links.route(header)
             return
@@ -373,7 +364,7 @@ class Office:
     def _lose(
         self, ranks: Sequence[int], failure: Failure, others: str = "", *, but: int = -1
     ) -> None:
-        """Fail for good, and tell all but one, in other words if there are any."""
+        """Fail for good, and tell all but one, in the words ``others`` if there are any."""
         with self._lock:
             first = self.ledger.lose(ranks, failure)
             self._lost_at = min(self._lost_at, time.monotonic())
@@ -392,7 +383,6 @@ class Office:
         self._user_collectives.abort()
 
     def _send_beats(self) -> None:
-        """Send to the neighbours in the tree what this process, and others, do."""
         self._waits.observe(OWN.now())
         self._tell_neighbours()
 

@@ -25,12 +25,7 @@ _Told = Mapping[str, Sequence[int]]
 
 
 class Requests:
-    """The requests to the processes of a connection.
-
-    Args:
-        tree: The tree of the processes.
-        rank: The number of this process among them.
-    """
+    """The requests to the processes of a connection."""
 
     def __init__(self, tree: Tree, rank: int) -> None:
         self._size = tree.size
@@ -55,20 +50,20 @@ class Requests:
             return {k: (self._times.get(k, 0), *self._answers(k)) for k in self._ends}
 
     def to_children(self) -> _Told:
-        """Return what the root asks, and what it knows, for a heartbeat."""
+        """Return the requests of the root and the steps that it knows, for a heartbeat."""
         with self._lock:
             self._answer()
             return {**self._above}
 
     def hear_child(self, rank: int, told: _Told) -> bool:
-        """Record what a child tells; return True if it is news."""
+        """Record the answers of a child; return True if they are news."""
         with self._lock:
             news = self._below.get(rank, {}) != told
             self._below[rank] = told
             return news
 
     def hear_parent(self, told: _Told) -> bool:
-        """Record what the parent tells; return True if it is news."""
+        """Record the requests of the parent; return True if they are news."""
         with self._lock:
             above = {k: (asks, knows, step) for k, (asks, knows, step) in told.items()}
             news = self._above != above
@@ -83,8 +78,7 @@ class Requests:
     def due(self, *, alone: bool) -> list[str] | None:
         """Return the requests that all fulfil after the present step; None if it is not known yet.
 
-        Args:
-            alone: Whether others have ended, and will not answer.
+        ``alone`` is True if others have ended, and will not answer.
         """
         with self._lock:
             ends = {k: self._end_of(k, alone=alone) for k in self._ends}
@@ -98,7 +92,7 @@ class Requests:
             return due
 
     def _answer(self) -> None:
-        """Answer each request that is new; the root asks all others, too."""
+        """Answer each new request; the root asks all others, too."""
         told = [self._above, *self._below.values()]
         for request in {*self._asked, *(k for each in told for k in each)}:
             times = self._times.get(request, 0)
@@ -119,7 +113,6 @@ class Requests:
         return 1 + sum(number for _, number, _ in present), max(ends)
 
     def _end_of(self, request: str, *, alone: bool) -> int | None:
-        """Return the step after which a request is fulfilled, or None."""
         _, knows, step = self._above.get(request, (0, -1, 0))
         if knows == self._times.get(request, 0):
             return step

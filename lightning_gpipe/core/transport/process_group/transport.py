@@ -48,9 +48,9 @@ class ProcessGroupExchange(LocalExchange):
     of its own process only, and results go to all callers.
 
     With outputs for the last stage, the caller's code goes on from its call in the process of that
-    stage only. It sends to the workers of all processes. Results go to the process that uses them:
-    outputs to that of the last stage, gradients of inputs to that of the first. The result that
-    ends the phase goes to the others as well, without its value.
+    stage only. It sends to the workers of all processes. Outputs go to the process of the last
+    stage, gradients of inputs to that of the first. The result that ends the phase goes to the
+    others as well, without its value.
     """
 
     def __init__(
@@ -118,7 +118,6 @@ class ProcessGroupExchange(LocalExchange):
         self._send_result(to, value, route)
 
     def _send_result(self, to: Action, value: FlatTree, skip: Route | None) -> None:
-        """Send a result to the callers of all processes."""
         super().send(to, value, skip)
         self._post_to_all(to, value, skip)
 
@@ -151,7 +150,7 @@ class ProcessGroupExchange(LocalExchange):
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Send results together when a ``with`` block ends: they are awaited no sooner."""
+        """A ``with`` block at whose end results are sent together: they are awaited no sooner."""
         self._holds = True
         yield
         self._holds = False
@@ -248,13 +247,9 @@ class ProcessGroupExchange(LocalExchange):
 
 
 class ProcessGroupTransport(Transport):
-    """Runs the workers of this process, and connects them with those of others.
+    """Runs the workers of this process with ``runner``, and connects them with those of others.
 
-    Args:
-        layout: What runs where.
-        runner: Runs the workers of this process.
-        connection: To the owners of the workers.
-        pipeline: The number of the pipeline among those that were connected together.
+    ``pipeline`` is the number of the pipeline among those that were connected together.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ many rounds as the tree is deep: four for a thousand processes, and one for nine
        +- 2  +- 16               +- 6  +- ...
        +- 8                      +- 0
 
-The inner processes of a tree with another root are other ones, so that none has two families.
+Trees with different roots have different inner processes, so that none has two families.
 """
 
 from __future__ import annotations
@@ -19,31 +19,22 @@ FAN_OUT = 8
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of processes; each has a number, its rank.
-
-    Args:
-        size: The number of processes.
-        root: The process that has no parent.
-        fan_out: The most children that one has.
-    """
+    """A tree of ``size`` processes by their ranks; each has ``fan_out`` children at most."""
 
     size: int
     root: int = 0
     fan_out: int = FAN_OUT
 
     def parent(self, rank: int) -> int | None:
-        """Return the parent of a process; None for the root."""
         place = self._swap(rank)
         return self._swap((place - 1) // self.fan_out) if place else None
 
     def children(self, rank: int) -> list[int]:
-        """Return the children of a process."""
         first = self.fan_out * self._swap(rank) + 1
         places = range(first, min(first + self.fan_out, self.size))
         return [self._swap(place) for place in places]
 
     def neighbours(self, rank: int) -> list[int]:
-        """Return the parent of a process, if it has one, and its children."""
         parent = self.parent(rank)
         return [*([] if parent is None else [parent]), *self.children(rank)]
 

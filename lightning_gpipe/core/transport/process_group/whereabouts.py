@@ -1,8 +1,8 @@
 """The operations that processes wait for, so that those that wait for different ones end.
 
-Processes that are alive may still wait in vain, each for another one. So each numbers what it does
-together with others, by the group that does it, and its heartbeats carry these numbers and what it
-waits for::
+Processes that are alive may still wait in vain, each for another one. So each numbers its
+operations with others, by the group that does them, and its heartbeats carry these numbers and what
+it waits for::
 
     rank 0   in checkpoint 3   has come to batch 7
     rank 1   in batch 8        has come to checkpoint 2
@@ -10,9 +10,9 @@ waits for::
 Rank 0 waits until rank 1 comes to the third checkpoint, and rank 1 until rank 0 comes to the eighth
 batch: a circle, in which nothing moves ever after.
 
-The heartbeats go up a tree. Each carries what the processes below it do, those that do the same
-together, and of those that move only a few. So the root sees all that are still, and it is little
-while most move. It tells down the tree what only a few do: those for which the others may wait.
+The heartbeats go up a tree. Each carries the operations of the processes below it, equal ones
+together, and only a few of those that move. So the root sees all that are still, and messages are
+short while most move. It tells down the tree what only a few do: the others may wait for those.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Whereabouts:
 
 
 class OwnWhereabouts:
-    """Records what this process does together with others, in the order in which it begins."""
+    """Records the operations of this process with others, in the order in which they begin."""
 
     def __init__(self) -> None:
         self._begun: dict[str, int] = {}
@@ -111,7 +111,6 @@ class OwnWhereabouts:
             self._begun.pop(group, None)
 
     def begin(self, group: str, number: int, ranks: Sequence[int], purpose: str) -> None:
-        """Begin an operation, until :meth:`end`."""
         self._begun[group] = number
         present = Whereabouts("", purpose, group, number, ranges_of(ranks))
         self._present = [*self._present, present]
@@ -121,7 +120,7 @@ class OwnWhereabouts:
         self._present = [each for each in self._present if each.group != group]
 
     def now(self) -> Whereabouts:
-        """Return what this process does now."""
+        """Return the present operation of this process."""
         frame = frames_of_threads().get(threading.main_thread().ident or 0)
         present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
         return replace(present, line=users_line(frame), begun={**self._begun})
@@ -138,13 +137,7 @@ _Entry = tuple[str, bool, list[int]]
 
 
 class Waits:
-    """The waits of some processes for one another.
-
-    Args:
-        ranks: Their global ranks.
-        tree: The tree over which they tell.
-        rank: The number of this process among them.
-    """
+    """The waits of some processes, by their global ranks, for one another."""
 
     def __init__(self, ranks: Sequence[int], tree: Tree, rank: int) -> None:
         self._ranks = ranks
@@ -159,30 +152,28 @@ class Waits:
         self._in_vain = ""  # the same
 
     def observe(self, own: Whereabouts) -> None:
-        """Record what this process does, at each beat."""
+        """Record the operation of this process, at each beat."""
         latest = json.dumps(asdict(own))
         self._beats = self._beats + 1 if latest == self._latest else 0
         self._latest = latest
 
     def to_parent(self) -> list[Any]:
-        """Return what this process does, and those below it."""
+        """Return the operations of this process and those below it."""
         entries = self._entries()
         still = [entry for entry in entries if entry[1]]
         moving = [entry for entry in entries if not entry[1]]
         return _encode([*still, *moving[:_FEW]])
 
     def to_children(self) -> list[Any]:
-        """Return what only few processes do, and whether some wait in vain."""
+        """Return the operations of only few processes, and whether some wait in vain."""
         if self._is_root:
             self._see(self._entries()[:_FEW])
         return [_encode(self._seen), self._in_vain]
 
     def hear_child(self, rank: int, told: list[Any]) -> None:
-        """Record what a child tells."""
         self._below[rank] = _decode(told)
 
     def hear_parent(self, told: list[Any]) -> None:
-        """Record what the parent tells."""
         seen, self._in_vain = told
         self._see(_decode(seen))
 
@@ -194,7 +185,7 @@ class Waits:
             OBSERVED.update(dict.fromkeys(ranks, Whereabouts(**json.loads(text))))
 
     def _entries(self) -> list[_Entry]:
-        """Return what this process does, and those below it; first what the fewest do."""
+        """Return the operations of this process and those below it, the rarest first."""
         found: dict[tuple[str, bool], list[int]] = {}
         own = self._latest, self._beats >= self._still, [self._rank]
         for text, still, ranks in chain([own], *list(self._below.values())):
@@ -204,7 +195,7 @@ class Waits:
     def in_vain(self) -> str:
         """Return an error message if some wait for one another and nothing moves, or nothing.
 
-        The root finds out, and the others know what it has told.
+        The root finds out, and tells the others.
         """
         if self._is_root:
             self._in_vain = self._find()

@@ -1,9 +1,8 @@
 """The address at which other processes reach this one.
 
 Gloo uses the address of the host's name, which is often a loopback address that other machines
-cannot reach. The address of the interface that leads to MASTER_ADDR, which all reach, is the right
-one. On the machine that has that name itself, it is a loopback address, too; then the machine's
-only other address is the right one.
+cannot reach. The right one is that of the interface that leads to MASTER_ADDR. On the machine that
+has that name itself, it is a loopback address, too; then the machine's only other address is right.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 def device_for() -> Any:
     """Return Gloo's device for the interface that the user chose, or that leads to the others.
 
-    Over it, two processes connect when they talk to one another for the first time.
+    Over it, two processes connect at their first message.
     """
     if interface := os.environ.get(_VARIABLE):
         return ProcessGroupGloo.create_device(interface=interface.split(",")[0], lazy_init=True)
@@ -41,7 +40,7 @@ def device_for() -> Any:
 
 @contextmanager
 def connecting_on_demand() -> Iterator[None]:
-    """A ``with`` block that makes process groups whose processes connect when they talk.
+    """A ``with`` block that makes process groups whose processes connect at their first message.
 
     Over Gloo they would connect each with all others at once. See :func:`set_connected`.
     """
@@ -81,13 +80,9 @@ def choose_interface(main_address: str) -> None:
 
 
 def own_addresses(other: str) -> list[str]:
-    """Return the address by which machines that reach ``other`` reach this one.
+    """Return the address by which machines that reach ``other`` reach this one, or all candidates.
 
-    Args:
-        other: The name or the address of a machine that all reach, which may be this one.
-
-    Returns:
-        The address; several if it may be any of them.
+    ``other`` is the name or the address of a machine that all reach, which may be this one.
 
     Raises:
         OSError: If no interface leads to ``other``.

@@ -23,7 +23,7 @@ _PART_OF_A_GPU = " MIG "  # in its name
 
 
 class Gpu(NamedTuple):
-    """A GPU, by its number in the process that uses it, and by what no other GPU is called."""
+    """A GPU, by its number in the process that uses it, and by a name that no other GPU has."""
 
     number: int
     uuid: str
@@ -41,10 +41,7 @@ class Gpu(NamedTuple):
 class GpuTable:
     """The GPUs of the workers of some pipelines; those of other processes are read when needed.
 
-    Args:
-        store: Where each process writes its own.
-        devices: The devices of the workers of this process.
-        lost_after: How long another process may take to write its own.
+    Each process writes its own into the store, within ``lost_after``.
     """
 
     def __init__(
@@ -58,10 +55,7 @@ class GpuTable:
             store.set(str(worker), json.dumps(gpu))
 
     def pair(self, device: torch.device, worker: int) -> GpuPair | None:
-        """Return the GPUs between which tensors go straight from a device to that of a worker.
-
-        None if they do not.
-        """
+        """Return the GPUs if tensors go straight from a device to that of a worker, or None."""
         key = device, worker
         if key not in self._pairs:
             self._pairs[key] = self._pair_of(Gpu.of(device), worker)

@@ -126,11 +126,8 @@ def connect(
 class Lifeline:
     """Lets all processes hear this one, and knows which have failed or are lost.
 
-    It is made in all processes at once, and watches until it is closed or freed: while pipelines
-    run and after that. Pipelines over all processes with the same ``lost_after`` share its office.
-
-    Args:
-        lost_after: How long a process may be silent until it is lost; None for 30 seconds.
+    All processes make it at once; it watches until it is closed or freed. Pipelines over all
+    processes with the same ``lost_after`` (None: 30 seconds) share its office.
     """
 
     def __init__(self, lost_after: timedelta | None = None) -> None:
@@ -146,13 +143,10 @@ class Lifeline:
         self._requests.ask(request)
 
     def end_step(self) -> list[str]:
-        """Count a step that all processes have in common.
-
-        Returns:
-            The requests that all of them fulfil after this step.
+        """Count a step that all processes have in common; return the requests to fulfil after it.
 
         Raises:
-            RankFailed: If that cannot be known, since another one has failed.
+            RankFailed: If that cannot be known, since another process has failed.
         """
         self._requests.end_step()
         while True:
@@ -163,7 +157,6 @@ class Lifeline:
                 raise failure.error(self._office.ranks)
 
     def tell(self, error: BaseException) -> None:
-        """Tell all others that this process has failed."""
         self._office.tell(error)
 
     def was_told(self, error: BaseException) -> bool:
@@ -180,7 +173,7 @@ class Lifeline:
         self._office.on_lost_wait(act)
 
     def close(self) -> None:
-        """Close the connection: ending is no failure from here on."""
+        """Close the connection; a process that ends after this has not failed."""
         self._connection.close()
 
 

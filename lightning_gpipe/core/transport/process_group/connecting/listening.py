@@ -1,7 +1,7 @@
 """The address at which the first process listens, and the others reach it.
 
-torch.distributed would look a name up, and wait for whatever listens there, without an end. It
-would also listen at all addresses of the machine.
+torch.distributed would look up a name and wait for a listener without an end. It would also listen
+at all addresses of the machine.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ _POLL = 0.2  # seconds
 def resolve(host: str, timeout: timedelta) -> list[str]:
     """Return the addresses of the first machine, IPv4 before IPv6.
 
-    Args:
-        host: Its name or address. The name of a container may be known later than it is asked for.
-        timeout: How long to ask.
+    Ask for ``timeout``: the name of a container may become known later.
 
     Raises:
-        RuntimeError: If nobody knows it by then.
+        RuntimeError: If the name is still unknown then.
     """
     message = (
         "the first machine must have an address: nobody knows that of "
@@ -50,14 +48,9 @@ def _addresses(host: str, timeout: timedelta) -> list[str]:
 def listen(host: str, port: int, timeout: timedelta) -> socket.socket | None:
     """Return a socket that listens at one address of this machine only.
 
-    Args:
-        host: The name or the address by which others reach this machine.
-        port: The port.
-        timeout: How long the name may take to be looked up.
-
-    Returns:
-        The socket; None if ``host`` does not say at which address the others come, since it is
-        that of a gateway, or leads to a loopback address on this machine only.
+    ``host`` is the name or the address by which others reach this machine. The result is None if it
+    does not say at which address the others come, since it is that of a gateway, or leads to a
+    loopback address on this machine only.
 
     Raises:
         RuntimeError: If another program listens there.

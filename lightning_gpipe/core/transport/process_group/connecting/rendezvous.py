@@ -41,18 +41,18 @@ def store_barrier(
 ) -> str:
     """Wait for all processes, and agree on a name: one that all offer, or a new one.
 
-    The processes are a tree. Each waits until its children have come to it, comes to its parent,
-    and passes on the answer, which is the name of the first process. It comes under a name that the
-    parent has drawn, and the parent answers each ticket. So entries that an earlier run left in the
-    store, such as one that torchrun has ended, are no answers. A collective would wait for as long
-    as the user's process group does, and not name the missing.
+    The processes are a tree. Each waits for its children, comes to its parent, and passes on the
+    answer, which is the name of the first process. It comes under a name that the parent has drawn,
+    and the parent answers each ticket. So entries that an earlier run left in the store, such as
+    one that torchrun has ended, are no answers. A collective would wait for as long as the user's
+    process group does, and not name the missing.
 
     Args:
         store: The store that all of them read and write.
         ranks: The global ranks of the processes.
         rank: The number of this process among them.
         timeout: How long to wait for the others.
-        purpose: Why they come, for the message.
+        purpose: The reason for the barrier, for the message.
         offer: The name that this process offers, if any.
         check: Raises if there is no use in waiting any more.
 
@@ -92,14 +92,7 @@ class Arrival(NamedTuple):
 
 
 class Members:
-    """The part of one process in a barrier: it comes to its parent, and its children to it.
-
-    Args:
-        store: The store, in which no other processes meet.
-        tree: The tree of the processes.
-        rank: The number of this process among them.
-        offer: The name that it offers, if any.
-    """
+    """The part of one process in a barrier: it comes to its parent, and its children to it."""
 
     def __init__(self, store: SignedStore, tree: Tree, rank: int, offer: str) -> None:
         self._store = store
@@ -120,7 +113,6 @@ class Members:
         return self._come(self._entry(), late) if self._rank else self._decide(self._entry(), late)
 
     def pass_on(self, answer: str) -> None:
-        """Answer the children that have come."""
         for entry in self._children.values():
             if entry is not None:
                 self._store.set(f"{self._own}/{entry.ticket}", answer)
@@ -152,13 +144,8 @@ class Members:
 def call_with_timeout(timeout: timedelta, function: Callable[[], T], message: str) -> T:
     """Call ``function`` on another thread and return its result, or raise its error.
 
-    Args:
-        timeout: How long to wait for the result.
-        function: The function.
-        message: The beginning of the error after that time.
-
     Raises:
-        RuntimeError: If the function does not return in time.
+        RuntimeError: If it does not return in time; the error begins with ``message``.
     """
     outcome: Future[T] = Future()
 

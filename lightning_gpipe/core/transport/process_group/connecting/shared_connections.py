@@ -1,9 +1,8 @@
 """One office for all pipelines over the same processes.
 
 Two pipelines that are made one after another, such as a generator and a discriminator, know nothing
-of one another. But a process that fails in one of them comes to none, so all of them must end. So
-they share an office if all processes have one to share: one process may have freed its earlier
-pipelines, while another one has not yet.
+of one another. But a process that fails in one of them comes to none, so all must end: they share
+an office, if every process still has one. One process may have freed its earlier pipelines already.
 """
 
 from __future__ import annotations
@@ -23,13 +22,7 @@ from lightning_gpipe.core.transport.process_group.office import Office
 
 
 class Peers(NamedTuple):
-    """The processes that an office connects.
-
-    Attributes:
-        world: The process group of all processes.
-        ranks: The ranks of the connected ones in it.
-        lost_after: How long one may be silent until it is lost.
-    """
+    """The processes that an office connects, and how long one may be silent until it is lost."""
 
     world: ProcessGroup | None
     ranks: tuple[int, ...]
@@ -40,7 +33,6 @@ class SharedOffice:
     """An office with a name that is the same in all processes, and the connections that share it.
 
     Attributes:
-        name: The name.
         pipelines: The names of all pipelines so far, by their numbers.
         keepers: The connections for which other processes hear this one.
     """
@@ -60,7 +52,7 @@ class SharedOffice:
     def latest(cls, peers: Peers) -> SharedOffice | None:
         """Return the latest office between ``peers`` that can be shared, or None.
 
-        Earlier ones may be there in some processes only, where they are not freed yet.
+        Earlier ones may remain in some processes only, where they are not freed yet.
         """
         offices = [shared for shared in _OFFICES if shared._connects(peers)]
         return offices[-1] if offices else None
@@ -69,7 +61,7 @@ class SharedOffice:
     def enter_latest(cls, peers: Peers) -> SharedOffice | None:
         """Enter the latest office, if there is one, until :meth:`leave`.
 
-        While the processes meet, the garbage collector may free the last pipeline that uses it.
+        During the rendezvous, the garbage collector may free the last pipeline that uses it.
         """
         while (shared := cls.latest(peers)) is not None:
             shared.enter(())
@@ -94,7 +86,7 @@ class SharedOffice:
         return len(self.pipelines) - len(pipelines)
 
     def leave(self) -> None:
-        """Share the office no more; it ends with the last user."""
+        """Leave the office, which ends with its last user."""
         self._users -= 1
         if not self._users:
             self.office.leave()
@@ -105,7 +97,6 @@ _OFFICES: WeakKeyDictionary[SharedOffice, None] = WeakKeyDictionary()  # the lat
 
 
 def _spread_loss(world: ProcessGroup | None, ranks: Sequence[int], how: str) -> None:
-    """Let all offices of this process know which global ranks are lost."""
     for shared in list(_OFFICES):
         if shared._peers.world is world:
             shared.office.hear_of_loss(ranks, how)
@@ -115,8 +106,7 @@ class Connection:
     """Connects the processes of one pipeline, or of several that are made together.
 
     Attributes:
-        office: Sends and receives for all pipelines over these processes.
-        pipelines: The names of all of them, by their numbers.
+        pipelines: The names of all pipelines over these processes, by their numbers.
         first: The number of the first of its own.
         gpus: The GPUs of their workers, if tensors go straight between them.
     """
@@ -135,7 +125,7 @@ class Connection:
         self.office.listen()
 
     def close(self) -> None:
-        """End the pipelines: ending is no failure from here on."""
+        """End the pipelines; a process that ends after this has not failed."""
         self._keepers.discard(self)
         if self._keepers:
             self.office.pause()

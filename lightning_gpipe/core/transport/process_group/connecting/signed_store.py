@@ -1,8 +1,8 @@
 """Entries of a store that only processes of the same job can write.
 
-Whoever reaches the address of a torch.distributed store can read and write all of it. So each entry
-by which processes find one another is signed with the job's token, a secret that the launcher gives
-to all of them, and an entry of a stranger is ignored.
+Anyone who reaches the address of a torch.distributed store can read and write all of it. So each
+entry by which processes find one another is signed with the job's token, a secret that the launcher
+gives to all of them, and an entry of a stranger is ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class SignedStore:
         self._refused: set[str] = set()  # the keys of strangers' entries, each logged once
 
     def set(self, key: str, text: str) -> None:
-        """Write a text, with its signature."""
         self._store.set(key, f"{signature(key, text)} {text}")
 
     def get(self, key: str) -> str | None:
@@ -48,7 +47,7 @@ class SignedStore:
 
 
 def signature(key: str, text: str = "") -> str:
-    """Return the signature of a text, which only those know that have the token."""
+    """Return the signature of a text, which needs the token."""
     token = os.environ.get(TOKEN, "").encode()
     return hmac.new(token, f"{key}\n{text}".encode(), "sha256").hexdigest()
 

@@ -14,7 +14,7 @@ use it in the order of the announcements, and no receive waits for whatever come
     link                 allocate, receive, event -> inbox -> the receiver's stream waits for it
 
 Two directions have two communicators, since the operations of one run one after another. Each has
-a stream for arrivals of its own, too: a value must not wait for one from elsewhere.
+its own stream for arrivals, too: a value must not wait for one from elsewhere.
 
 # Note [A lost process ends its channels]
 A kernel that waits for a lost process would wait for ever, and what torch does about it ends this
@@ -69,12 +69,7 @@ class _Send(NamedTuple):
 
 
 class Channel:
-    """One direction between a GPU of this process and one of another.
-
-    Args:
-        communicator: A process group of the two processes.
-        device: The GPU of this process.
-    """
+    """One direction between a GPU of this process and one of another."""
 
     def __init__(self, communicator: Any, device: torch.device) -> None:
         self._communicator = communicator
@@ -87,7 +82,6 @@ class Channel:
 
     @property
     def idle(self) -> bool:
-        """True if the GPU has ended all sends, or receives."""
         return self._last is None or bool(self._last.is_completed())
 
     def send(self, contents: Sequence[Tensor]) -> None:
@@ -119,7 +113,6 @@ class Channel:
             send.wait()
 
     def abort(self) -> None:
-        """End all that waits, with errors."""
         self._communicator.abort()
 
     def _release(self) -> None:
@@ -130,12 +123,7 @@ class Channel:
 
 
 class Channels:
-    """The channels of one process, with all others.
-
-    Args:
-        store: Where two processes find one another.
-        rank: The number of this process.
-    """
+    """The channels of one process with all others, which find one another in ``store``."""
 
     def __init__(self, store: Store | None, rank: int) -> None:
         self._store = store
@@ -155,7 +143,6 @@ class Channels:
             self._channel(self._rank, rank, gpus).send([x for x in contents if x.numel()])
 
     def receive(self, rank: int, form: DenseForm) -> tuple[Tensor, torch.cuda.Event]:
-        """Receive a tensor from another process, see :meth:`Channel.receive`."""
         assert form.gpus is not None, "it comes straight"
         with self._in_use():
             return self._channel(rank, self._rank, form.gpus).receive(form)
@@ -197,7 +184,6 @@ class Channels:
             thread.start()
 
     def join(self) -> None:
-        """Wait until they have ended."""
         for thread in self._threads:
             thread.join(_JOIN)
 
@@ -232,12 +218,7 @@ class Channels:
 class ArrivingTensors:
     """Receives the tensors of one value that come straight.
 
-    Args:
-        channels: The channels.
-        rank: The process from which they come.
-
-    Attributes:
-        ready: The event after which all of them may be read; None if there are none.
+    ``ready`` is the event after which all of them may be read; None if there are none.
     """
 
     def __init__(self, channels: Channels, rank: int) -> None:
@@ -246,7 +227,6 @@ class ArrivingTensors:
         self._rank = rank
 
     def receive(self, form: DenseForm) -> Tensor:
-        """Receive the next tensor."""
         stored, self.ready = self._channels.receive(self._rank, form)
         return stored
 

@@ -31,11 +31,7 @@ _SIZE = struct.Struct("=q")  # of a body
 
 
 class Envelope:
-    """Collects values that go in one message.
-
-    Attributes:
-        large: The bytes of the large tensors, which go after the message.
-    """
+    """Collects values for one message; the bytes of ``large`` tensors go after it."""
 
     def __init__(self) -> None:
         self.large: list[Tensor] = []
@@ -83,8 +79,7 @@ def open_message(frame: Tensor, receive: Callable[[Tensor], None]) -> tuple[Head
 class Reader:
     """Reads the values of a message, one after another; ``receive`` gets bytes that follow it.
 
-    Attributes:
-        tensors: Those of the present value as bytes, as far as they have been read.
+    ``tensors`` are those of the present value as bytes, as far as they have been read.
     """
 
     def __init__(self, content: memoryview, receive: Callable[[Tensor], None]) -> None:

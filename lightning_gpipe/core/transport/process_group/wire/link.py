@@ -67,18 +67,16 @@ class QueuedSend:
         self._begun: Future[PendingWork] = Future()
 
     def begin(self) -> None:
-        """Begin to send."""
         try:
             self._begun.set_result(self._begin())
         except RuntimeError as error:
             self._begun.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
-        """Let the wait for it end: there will be no connection."""
+        """End the wait for it with an error: there will be no connection."""
         self._begun.set_exception(error)
 
     def wait(self, timeout: timedelta) -> object:
-        """Wait as for a send of torch.distributed."""
         return self._begun.result(timeout.total_seconds()).wait(timeout)
 
 
@@ -99,10 +97,10 @@ class ConnectionBroken(RuntimeError):
 
 
 class Receiver(Protocol):
-    """Takes what comes over links, on their threads."""
+    """Takes the messages that come over links, on their threads."""
 
     def on_message(self, rank: int) -> None:
-        """Know that anything has come from a process."""
+        """Note that a message has come from a process."""
 
     def relay(self, header: Header, body: bytes, tensors: Sequence[Tensor]) -> None:
         """Pass on a value for all processes."""
@@ -111,20 +109,14 @@ class Receiver(Protocol):
         """Take a header, and the value or the text after it; return False if no more will come."""
 
     def on_disconnect(self, rank: int, error: BaseException) -> None:
-        """Know that a connection has ended."""
+        """Note that a connection has ended."""
 
 
 class Link:
     """Sends to one other process, and receives from it.
 
-    Args:
-        group: The process group.
-        rank: The other process.
-        receiver: Takes what comes.
-        channels: Of the GPUs of this process.
-
     Attributes:
-        rests: Whether nothing is received, since one of both has ended.
+        rests: True if nothing is received, since one of both has ended.
         connected: Set once both processes have connected.
     """
 
@@ -216,7 +208,6 @@ class Link:
             raise ConnectionBroken(str(error)) from error
 
     def flush(self) -> list[PendingSend]:
-        """Send the values that were held back."""
         with self._lock:
             if self._envelope_header is None:
                 return []
@@ -231,7 +222,7 @@ class Link:
             return self.flush() + self._send_message(*seal(header, text.encode()))
 
     def beat(self, text: str) -> None:
-        """Send a heartbeat, and what this process does; not more than will be read one day."""
+        """Send a heartbeat with the state of this process; not more than will be read one day."""
         if self.rests and len(self._beats) == _BEATS:
             return
         # The receiving thread notices the loss too.
@@ -268,7 +259,6 @@ class Link:
         return [self._send(piece, _TAG_AFTER, copied=copied) for piece in _pieces(content)]
 
     def _next_frame(self) -> Tensor:
-        """Wait for the next message."""
         work, frame = self._receives.popleft()
         work.wait(_PATIENCE)
         self._receiver.on_message(self.rank)
@@ -280,7 +270,6 @@ class Link:
         self._receives.append((self._group.recv([frame], self.rank, _TAG), frame))
 
     def _receive_after(self, content: Tensor) -> None:
-        """Receive bytes that go after a message."""
         for piece in _pieces(content):
             self._group.recv([piece], self.rank, _TAG_AFTER).wait(_PATIENCE)
             self._receiver.on_message(self.rank)

@@ -1,10 +1,9 @@
 """The connections to other processes, and the sends that have not completed.
 
-A process is connected with its neighbours in a tree of all processes, and with those that it has
-values for, or that have values for it: it asks them over the tree to connect too. What all must
-know, it tells all that it is connected with, and each of them passes it on once. So it gets around
-a process that is lost, and whoever is connected with a process hears of what that knows before it
-sees that the process ends.
+A process is connected with its neighbours in a tree of all processes, and with those that it
+exchanges values with: it asks them over the tree to connect too. What all must know, it tells all
+that it is connected with, and each of them passes it on once. So a message gets around a process
+that is lost, and comes before the end of the process that sends it.
 
 A send returns at once, and reads its memory later. Copies in messages only have to live so long.
 Other memory must stay unchanged until then, so a phase ends when its sends have completed.
@@ -48,13 +47,7 @@ _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
 class Links:
     """Sends to other processes, and receives from them; made in all of them at once.
 
-    Args:
-        group: The process group of all.
-        receiver: Takes what comes.
-        channels: Of the GPUs of this process.
-
-    Attributes:
-        near: The connections to the neighbours in the tree.
+    ``near`` are the connections to the neighbours in the tree.
     """
 
     def __init__(self, group: ProcessGroupGloo, receiver: Receiver, channels: Channels) -> None:
@@ -106,7 +99,6 @@ class Links:
         return link
 
     def route(self, header: Header) -> None:
-        """Send a header towards the process that it is for."""
         hop = self._tree.next_hop(self._rank, header.to)
         self._send(hop, partial(self._by_rank[hop].tell, header))
 
@@ -135,12 +127,11 @@ class Links:
     def relay(
         self, header: Header, body: bytes, tensors: Sequence[Tensor], *, hold: bool = False
     ) -> None:
-        """Send a value for all processes to the children in the tree of the one that it is of."""
+        """Pass a value for all processes on to the children in the tree of its origin."""
         for rank in Tree(self._tree.size, header.origin).children(self._rank):
             self._send(rank, partial(self._reach(rank).post, header, body, tensors, hold=hold))
 
     def flush(self) -> None:
-        """Send all values that were held back."""
         for link in self:
             self._send(link.rank, link.flush)
 
@@ -149,8 +140,7 @@ class Links:
     ) -> list[PendingSend]:
         """Send a header and a text to all connected processes but some.
 
-        Returns:
-            The sends to those that receive: another one reads nothing until it starts again.
+        Return the sends to those that receive: another one reads nothing until it starts again.
         """
         sends: list[PendingSend] = []
         for link in self:
@@ -195,7 +185,6 @@ class Links:
         return all(link.join(max(0.0, deadline - time.monotonic())) for link in awaited)
 
     def abort(self) -> None:
-        """End all connections, and all waits for them."""
         for link in self:
             if link.connected.wait(_CONNECTING):  # else its waits end with the others
                 abort_gloo(self._group, link.rank)

@@ -1,7 +1,7 @@
 """A value that is one dense tensor, as a row of integers.
 
-Most values between stages are one tensor. To pickle its form, and to read it, takes longer than all
-else that is done with a small one, so it goes as integers. Any other value is pickled, see
+Most values between stages are one tensor. To pickle and to read its form takes longer than all else
+that is done with a small one, so it goes as integers. Any other value is pickled, see
 :mod:`tensor_bytes <lightning_gpipe.core.transport.process_group.wire.tensor_bytes>`.
 """
 
@@ -28,20 +28,13 @@ _OVER_HOST = (-1, -1)  # in the place of the GPUs
 
 
 class LoneTensor(NamedTuple):
-    """The form of the tensor, and what belongs to it in a message.
-
-    Attributes:
-        numbers: Integers that go with it.
-        requires_grad: Its ``requires_grad``.
-        form: Its form.
-    """
+    """The form of the tensor, its ``requires_grad``, and integers that go with it in a message."""
 
     numbers: tuple[int, ...]
     requires_grad: bool
     form: DenseForm
 
     def encode(self) -> bytes:
-        """Return all of it as bytes."""
         dtype, size, stride, stored, gpus = self.form
         counts = len(self.numbers), len(size)
         fixed = *counts, *self.numbers, self.requires_grad, _NUMBERS[dtype], *(gpus or _OVER_HOST)
@@ -65,7 +58,7 @@ class LoneTensor(NamedTuple):
 def split_lone_tensor(
     leaves: list[Any], numbers: tuple[int, ...], gpus: GpuPair | None
 ) -> tuple[bytes, Tensor] | None:
-    """Return some leaves without their contents, and these; None if they are no lone tensor."""
+    """Return a lone tensor without its content, and the content; None if ``leaves`` are not one."""
     tensor: Any = leaves[0] if len(leaves) == 1 else None
     if not is_dense(tensor) or tensor.dtype not in _NUMBERS:
         return None

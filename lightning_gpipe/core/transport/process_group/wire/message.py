@@ -1,8 +1,7 @@
 """Messages between processes: a header, and values or a text.
 
-A header of a fixed size always goes first, because the receiver cannot know by itself what comes
-next. See :mod:`envelope <lightning_gpipe.core.transport.process_group.wire.envelope>` for how it is
-put together with values.
+A header of a fixed size goes first, because the receiver cannot know by itself what comes next. See
+:mod:`envelope <lightning_gpipe.core.transport.process_group.wire.envelope>` for how values follow.
 """
 
 from __future__ import annotations
@@ -63,13 +62,11 @@ class Header(NamedTuple):
     to: int = ALL  # the process that it is for
 
     def encode(self) -> bytes:
-        """Return the header as bytes."""
         code, serial, label, *others = self
         return _HEADER.pack(code, serial, *label, *others)
 
     @classmethod
     def decode(cls, content: memoryview) -> Header:
-        """Read a header from the start of ``content``."""
         code, serial, *words = _HEADER.unpack_from(content)
         end = len(Label._fields)
         return cls(code, serial, Label(*words[:end]), *words[end:])

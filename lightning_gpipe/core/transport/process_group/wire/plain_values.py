@@ -3,8 +3,7 @@
 A pickle calls whatever functions it names. Here it may name plain classes of Python, NumPy and
 PyTorch, and those given to :func:`torch.serialization.add_safe_globals`. An object that only has
 fields or items, such as a dataclass, a named tuple or a mapping, is made without a call of its
-class: the class is looked up among the imported ones, and the object gets the fields. So most
-batches need no ceremony.
+class: the class is looked up among the imported ones, and the object gets the fields.
 """
 
 from __future__ import annotations
@@ -55,12 +54,10 @@ class ClassName(NamedTuple):
 
     @classmethod
     def of(cls, kind: Any) -> ClassName:
-        """Return the name of a class, or of a function."""
         return cls(kind.__module__, kind.__qualname__)
 
     @property
     def is_plain(self) -> bool:
-        """True if a pickle may call it."""
         if _is_plain(*self):
             return True
         safe = torch.serialization.get_safe_globals()  # some with a name of the user's choice
@@ -81,7 +78,7 @@ class ClassName(NamedTuple):
         return found
 
     def refusal(self) -> pickle.PickleError:
-        """Return the error for a value that needs it."""
+        """Return the error for a value that needs this class."""
         return pickle.PicklingError(
             f"{self.module}.{self.name} is not among them. If it is safe to make from what another "
             f"process sends, write torch.serialization.add_safe_globals([{self.name}]) in all "
@@ -93,7 +90,6 @@ class PlainPickler(pickle.Pickler):
     """Pickles what :class:`PlainUnpickler` makes, and refuses the rest."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a value is made, see :meth:`pickle.Pickler.reducer_override`."""
         if (parts := spec_parts(value)) is not None:
             return _spec, _with_names(parts)
         if isinstance(value, ClassName):

@@ -1,9 +1,9 @@
 """Dense tensors as bytes, and any Python value with its tensors beside it.
 
-To pickle tensors would copy them three times. A pickler lets values be left out by number, so
-whatever object a value is, the bytes of its tensors travel as they are, those of the same memory
-once. A sparse or a jagged tensor goes as the dense ones that it is made of; any other without dense
-memory of its own, such as a quantized one, is saved by torch.save.
+To pickle tensors would copy them three times. A pickler lets values be left out by number, so the
+bytes of an object's tensors travel as they are, those of the same memory once. A sparse or a jagged
+tensor goes as the dense ones that it is made of; any other without dense memory of its own, such as
+a quantized one, is saved by torch.save.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class DenseForm(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of its memory."""
         return prod(self.stored) * self.dtype.itemsize
 
 
@@ -201,8 +200,8 @@ def receive_value(receive: Callable[[Tensor], object]) -> Any:
 def _form_of_other(tensor: Tensor) -> tuple[tuple[Any, ...], list[Tensor]]:
     """Return a tensor that is not dense without its dense parts, and the bytes of these.
 
-    Either its layout and its parts, packed; or a file, and its class if that has no part in how it
-    is stored.
+    The first is its layout and its packed parts; or a file, and its class if the file does not
+    depend on that.
     """
     if isinstance(tensor, DTensor):
         raise TypeError(
@@ -235,7 +234,7 @@ def _other_tensor_of(form: tuple[Any, ...], fill: Callable[[Tensor], object]) ->
 
 
 def _parts(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a sparse or a jagged tensor is made of."""
+    """Return the parts of a sparse or a jagged tensor."""
     if tensor.layout is torch.jagged:
         nested: Any = tensor
         shape = nested._ragged_idx, nested._maybe_min_seqlen, nested._maybe_max_seqlen
@@ -250,11 +249,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 class _Packer(PlainPickler):
-    """Leaves out tensors, and names the object that must be the same one in the other process.
-
-    Attributes:
-        tensors: The tensors that were left out, one for each memory.
-    """
+    """Leaves out tensors, and names the object that must be the same one in the other process."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
