@@ -34,7 +34,7 @@ class Activations(NamedTuple):
 
 
 def versions_in(inputs: FlatTree) -> list[int]:
-    """The version counters of the tensors among the leaves; inference tensors have none."""
+    """Return the version counters of the tensors among the leaves; inference tensors have none."""
     versions = []
     for leaf in inputs.leaves:  # no comprehension, which is one more call for each micro-batch
         if isinstance(leaf, Tensor) and not leaf.is_inference():

@@ -38,15 +38,8 @@ class SharedErrors:
 class Agreement:
     """Opens and ends the phases of one mini-batch, alike in all processes.
 
-    Args:
-        layout: What runs where.
-        schedule: The schedule.
-        label: The label of the mini-batch, before it is known what it runs.
-
     Attributes:
         at_last: Whether only the process of the last stage gets the outputs.
-        gets_outputs: Whether this process gets the outputs.
-        gets_gradients: Whether it gets the gradients of the inputs.
         ties: The parameters that stages of several processes share.
         generators: The generators that several workers share, during a phase.
         library: Watches the generators of Python and NumPy during forward.
@@ -66,11 +59,7 @@ class Agreement:
     def agree(self, program: Program, m: int, flags: bytes, *, grad: bool) -> None:
         """Label the phases by what this process runs; almost surely another label differs.
 
-        Args:
-            program: The program of the stages.
-            m: The number of micro-batches.
-            flags: The training flags of all modules.
-            grad: Whether it runs with gradients.
+        ``flags`` are the training flags of all modules; ``grad`` tells if gradients are computed.
         """
         if self._spread:
             self._label = self._label._replace(

@@ -58,13 +58,9 @@ class BackwardOnce:
 
     Args:
         compute: Computes the gradients of the sources from those of the outputs; None if the
-            backward must not run yet.
+            backward must not run yet, or has run.
         twice: The message for a backward that is to be differentiated.
         again: The message for a second backward, or an early one.
-
-    Attributes:
-        compute: The function, until it has run.
-        gradients: The gradients of the outputs, once their node has run.
     """
 
     def __init__(self, compute: Compute | None, twice: str = _TWICE, again: str = _AGAIN) -> None:
@@ -102,9 +98,8 @@ def attach(
 ) -> list[FlatTree]:
     """Give ``outputs`` a gradient function that runs the mini-batch's backward phase.
 
-    Returns:
-        The outputs in the caller's graph. A second backward through them, and one with
-        ``create_graph=True``, raise RuntimeError.
+    Return the outputs in the caller's graph. A second backward through them, and one with
+    ``create_graph=True``, raise RuntimeError.
     """
     leaves = _Leaves.among(outputs)
     if not leaves.places:
@@ -166,7 +161,6 @@ class StepOutputs:
         refusal: The message if it does.
 
     Attributes:
-        outputs: The outputs, in the caller's graph.
         end: The leaf and the node in which that graph ends, if an output requires a gradient.
     """
 
@@ -186,7 +180,7 @@ class StepOutputs:
         self._backward.compute = list  # nothing is behind the anchor
 
     def take_gradients(self) -> Gradients:
-        """Return the gradients of the leaves, after the caller's backward; no longer held here."""
+        """Return the gradients of the leaves, after the caller's backward, and drop them here."""
         [gradients] = self._leaves.gradients(list(self._backward.run()))
         return gradients
 
@@ -194,9 +188,8 @@ class StepOutputs:
 class _Leaves(NamedTuple):
     """The places of the leaves that require a gradient among those of micro-batches.
 
-    Attributes:
-        places: The micro-batch of each leaf, and its index there.
-        sizes: The number of leaves of each micro-batch.
+    ``places`` has the micro-batch of each leaf, and its index there; ``sizes`` the number of leaves
+    of each micro-batch.
     """
 
     places: Sequence[tuple[int, int]]
@@ -227,7 +220,6 @@ class _Leaves(NamedTuple):
         return leaves
 
     def replaced(self, outputs: Sequence[FlatTree], tensors: Sequence[Tensor]) -> list[FlatTree]:
-        """Return the outputs with other tensors in place of the leaves."""
         result = [FlatTree(list(leaves), spec) for leaves, spec in outputs]
         for (i, k), tensor in zip(self.places, tensors, strict=True):
             result[i].leaves[k] = copy_marks(outputs[i].leaves[k], tensor)

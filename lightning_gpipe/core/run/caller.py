@@ -60,7 +60,6 @@ class Caller:
             yield Action(Kind.FORWARD, i, route.target), tree, route
 
     def output(self, exchange: Exchange, i: int) -> FlatTree:
-        """Receive the output of micro-batch ``i``."""
         end = Action(Kind.FORWARD, i, self._n)
         output = exchange.receive(end)
         if not self._routes:
@@ -124,7 +123,7 @@ class Caller:
         return main, terms[0] if terms else []
 
     def _by_input(self, x: FlatTree) -> dict[int, FlatTree]:
-        """The trees of a micro-batch, by the numbers of the program's inputs."""
+        """Return the trees of a micro-batch, by the numbers of the program's inputs."""
         numbers = self._program.inputs
         return dict(zip(numbers, parted(x, len(numbers)), strict=True))
 
@@ -139,6 +138,6 @@ class Caller:
 
 
 def devices_of(x: FlatTree) -> FlatTree:
-    """The device of each leaf, in its place."""
+    """Return the device of each leaf, in its place."""
     leaves, spec = x
     return FlatTree([leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves], spec)

@@ -27,13 +27,8 @@ class DividedWeights(ABC):
     def gather(self, j: int, leaves: Mapping[int, nn.Parameter]) -> Callable[[], None]:
         """Begin to bring the weights of stage ``j`` here; called by the stage's worker.
 
-        Args:
-            j: The stage.
-            leaves: The leaves that stand for weights of other replicas, by the ids of these. They
-                have memory when this returns.
-
-        Returns:
-            A function that waits until the values are there.
+        ``leaves`` stand for weights of other replicas, by the ids of these; they have memory when
+        this returns. The result waits until the values are there.
         """
 
     @abstractmethod

@@ -78,7 +78,6 @@ class Engine:
         ways: Chooses threads or one thread for each mini-batch; None leaves it to the transport.
 
     Attributes:
-        stages: The stages of this process, in order.
         step: The number of the training's step, if it is known: equal in all processes.
         timeline: The record of the latest mini-batch, or None before the first.
         code: The caller's code, while it runs for each micro-batch.
@@ -148,7 +147,6 @@ class Engine:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the stages."""
         return self._equipment.layout
 
     @layout.setter
@@ -158,10 +156,7 @@ class Engine:
             stage.follow(layout)
 
     def divide(self, layout: Layout, weights: DividedWeights) -> None:
-        """Gather weights of stages from replicas from now on; ``layout`` says which are not here.
-
-        Those have the meta device as their home.
-        """
+        """Gather weights of stages from replicas from now on; those away have the home ``meta``."""
         for stage in self.stages:
             stage.divide(weights, layout)
         self._equipment = self._equipment._replace(
@@ -289,9 +284,9 @@ class Engine:
         return self.ways.next(kind, 1 + grad, schedule.m * schedule.n, work)
 
     def everywhere(self, j: int, compute: Callable[[], Any], *, phase: int = BETWEEN) -> Any:
-        """Return what ``compute`` returns in the process of stage ``j``, in all processes.
+        """Return in all processes what ``compute`` returns, a pytree, in that of stage ``j``.
 
-        It is a pytree. All processes call this in the same order, and raise if ``compute`` raises.
+        All processes call this in the same order, and raise if ``compute`` raises.
         """
         layout, transport = self.layout, self._transport
         if not layout.spread:
@@ -312,8 +307,8 @@ class Engine:
     def rehearse(self, j: int, compute: Callable[[], Any]) -> Any:
         """As :meth:`everywhere`, for a function that runs layers of stage ``j`` as they are.
 
-        They get the values of parameters that they share with stages of other processes, and others
-        than their own in the place of weights that another replica keeps.
+        They get the values of parameters that they share with stages of other processes, and
+        arbitrary ones in the place of weights that another replica keeps.
         """
         layout = self.layout
         ties = [tie for tie in ties_of(layout) if tie.home != CALLER and j in tie.followers]
@@ -335,7 +330,7 @@ class Engine:
         return self.everywhere(j, run)
 
     def _told(self, exchange: Exchange, j: int, compute: Callable[[], Any], number: int = 0) -> Any:
-        """Return what ``compute`` returns in the process of stage ``j``, by an open exchange."""
+        """Do :meth:`everywhere` by an open exchange."""
         layout, to = self.layout, Action(Kind.FORWARD, 0, self.layout.n)
         route = Route(SkipName(None, f"answer {number}"), source=j, target=layout.n)
         if layout.owner_of(j) == layout.rank:
@@ -384,8 +379,7 @@ class Engine:
     def synchronise(self, gathers: Sequence[Gather]) -> None:
         """Let batch norms of stages normalise by the rows of all replicas.
 
-        Args:
-            gathers: For each worker of this process, what gathers their moments; empty for none.
+        ``gathers`` has, for each worker of this process, what gathers their moments, or is empty.
         """
         self._gathers = gathers
         for gather, worker in zip(gathers, self.layout.workers_here, strict=False):
@@ -417,27 +411,21 @@ class Engine:
             self.at_last = None
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """A ``with`` block in which no other thread runs mini-batches."""
         return self._transport.exclusive()
 
     def tell(self, error: BaseException) -> None:
-        """Tell other processes of an error in the caller's code."""
         self._transport.tell(error)
 
     def failure(self, within: float) -> RankFailed | OutOfStep | None:
-        """Return the failure of another process, see :meth:`Transport.failure`."""
         return self._transport.failure(within)
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
-        """See :meth:`Transport.on_lost_wait`."""
         self._transport.on_lost_wait(act)
 
     def explain(self, cause_of: Callable[[BaseException], BaseException]) -> None:
-        """See :meth:`Transport.explain`."""
         self._transport.explain(cause_of)
 
     def telling(self) -> SharedErrors:
-        """A ``with`` block that tells other processes of its errors."""
         return SharedErrors(self._transport)
 
     def close(self) -> None:

@@ -19,14 +19,13 @@ from lightning_gpipe.core.run.shared_parameters import Pair
 
 
 class GradientTransfer(ABC):
-    """Sends the gradients of one mini-batch home, and what comes back of them."""
+    """Sends the gradients of one mini-batch home, and returns what comes back of them."""
 
     @abstractmethod
     def send(self, j: int, pairs: list[Pair]) -> list[Pair]:
-        """Take the complete gradients of stage ``j`` out of a list; called by the stage's worker.
+        """Take the complete gradients of stage ``j``, and return pairs with no home but ``.grad``.
 
-        Returns:
-            The leaves that have no home but ``.grad``, with their gradients.
+        Called by the stage's worker.
         """
 
     @abstractmethod

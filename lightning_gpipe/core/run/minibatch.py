@@ -38,10 +38,8 @@ _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the
 class MiniBatch(MiniBatchRun):
     """Runs the two phases of a schedule for one mini-batch.
 
-    Attributes:
-        caller: The caller's end of the pipeline.
-        leaves: After forward, the leaves that will have a gradient, each once: parameters, and
-            leaves that layers captured from outside.
+    ``leaves`` are, after forward, those that will have a gradient, each once: parameters, and
+    leaves that layers captured from outside.
     """
 
     def __init__(
@@ -76,9 +74,8 @@ class MiniBatch(MiniBatchRun):
     ) -> list[FlatTree]:
         """Run the first phase, in the caller's thread-local state, which must not be held longer.
 
-        Returns:
-            Each micro-batch's output, joined with the outputs and loss terms of other stages; none
-            in a process that does not get the outputs.
+        Return each micro-batch's output, joined with the outputs and loss terms of other stages;
+        none in a process that does not get the outputs.
         """
         self._input_devices = list(map(devices_of, microbatches))
         with self.session:
@@ -231,7 +228,7 @@ class MiniBatch(MiniBatchRun):
         return input_gradients, gradients
 
     def _awaited(self) -> list[Action]:
-        """Return what to wait for in a backward; the last one ends when everything has ended."""
+        """Return the results to wait for in a backward; the last one ends when all has ended."""
         own = self.schedule.last_backwards
         return list(map(successor, own if self._entering else own[-1:]))
 
@@ -242,7 +239,6 @@ class MiniBatch(MiniBatchRun):
         context: Context,
         send: Callable[[Action, FlatTree, Route | None], None],
     ) -> None:
-        """Send the caller's messages to the workers, and run these in ``context``."""
         for action, value, route in sent:
             send(action, value, route)
         tasks = self.tasks(exchange, context)

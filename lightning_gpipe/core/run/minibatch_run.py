@@ -50,7 +50,6 @@ class Equipment(NamedTuple):
     """The parts of an engine that last from one mini-batch to the next.
 
     Attributes:
-        stages: The stages of this process, in order.
         unfinished: Mini-batches whose backward has not run.
         training_flags: Returns the training flags of the stages of all processes.
         workers_with_visits: The workers whose stages have something on their devices only around
@@ -74,16 +73,10 @@ class MiniBatchRun:
 
     Attributes:
         context: The caller's thread-local state, as recomputation and backward need it.
-        streams: The caller's streams.
         shared: The devices whose generator several workers, or a worker and the caller, draw from.
         flags: The training flags of all modules, once it has begun.
-        transport: The transport of the phase.
         inline: Whether the caller's thread runs the phase.
         session: A ``with`` block for each phase, in which no other mini-batch runs.
-        passes: The passes through the stages of this process.
-        used_leaves: The leaves that took part.
-        agreement: The agreement with other processes.
-        timeline: The record of the actions, once it has begun.
         by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
         transfer: Sends the stages' gradients home; None if they stay in this process.
         outer: The stages in a backward of another mini-batch, within which this one runs.
@@ -126,7 +119,7 @@ class MiniBatchRun:
         self.transport, self.inline = chosen, chosen is transport.inline()
 
     def begin(self) -> None:
-        """Look at the modules as they are now."""
+        """Read the present modules and training flags of the stages."""
         for stage in self.equipment.stages:
             stage.refresh()
         self.flags = self.equipment.training_flags()
@@ -144,7 +137,6 @@ class MiniBatchRun:
         return library
 
     def generators_now(self, but_for: tuple[bytes, ...] | None = None) -> SharedGenerators:
-        """Return the generators that several workers share, as they are now."""
         return SharedGenerators(self.shared, but_for=but_for) if self.shared else NO_GENERATORS
 
     def begin_work(
@@ -202,7 +194,7 @@ class MiniBatchRun:
         ]
 
     def begin_timeline(self, *, caller: bool = False) -> None:
-        """Begin the record; ``caller``: the caller has a row of the schedule."""
+        """Begin the record; with ``caller``, the caller has a row of the schedule."""
         layout = self.equipment.layout
         self.timeline = Timeline(
             self.schedule,
@@ -247,7 +239,6 @@ class MiniBatchRun:
         ]
 
     def settle(self) -> None:
-        """Let the host wait for the copies from it and to it, at the end of a phase."""
         for stage_pass in self.passes:
             if stage_pass.host is not None:
                 stage_pass.host.settle()
@@ -272,10 +263,7 @@ class MiniBatchRun:
     def take_gradients(
         self, *, written: bool = True
     ) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
-        """Return the index of each stage with its pairs of a leaf and a gradient.
-
-        ``written``: autograd writes gradients to ``.grad``.
-        """
+        """Return each stage's index and pairs of a leaf and a gradient, to be ``written``."""
         return [
             (each.stage.partition.index, each.take_gradients(written=written))
             for each in self.passes
@@ -289,7 +277,7 @@ class MiniBatchRun:
     def release(self) -> list[LostGradients]:
         """Free everything, also from an error that the user keeps and that may hold this.
 
-        A gradient raises that arrives in a leaf which is alive yet, in a graph that somebody holds.
+        A gradient raises that arrives in a leaf which somebody's graph keeps alive.
         """
         watches = [stage_pass.release() for stage_pass in self.passes]
         self.passes, self.used_leaves = (), _NO_LEAVES

@@ -38,7 +38,6 @@ class Ties:
 
     @property
     def everywhere(self) -> list[nn.Parameter]:
-        """The parameters that every process has."""
         return [tie.parameter for tie in self._ties if tie.home == CALLER]
 
     def values(self, exchange: Exchange) -> Mapping[int, Tensor]:
@@ -61,8 +60,7 @@ class Ties:
     ) -> list[Pair]:
         """Send the gradients of parameters whose home is elsewhere, and receive those for here.
 
-        Returns:
-            The gradients of leaves that are here, in the order of the stages.
+        Return the gradients of leaves that are here, in the order of the stages.
         """
         if not self._ties:
             return [pair for _, pairs in by_stage for pair in pairs]

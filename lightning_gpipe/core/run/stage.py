@@ -73,7 +73,8 @@ class Stage:
         layout: The layout.
         j: The index of the stage.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
-        offloads: How many micro-batches' activations wait in the memory of the host at once.
+        offloads: The number of micro-batches whose activations wait in the memory of the host at
+            once; inf for all.
 
     Attributes:
         last: Whether its outputs are the caller's.
@@ -83,7 +84,6 @@ class Stage:
         followed: The slots of parameters whose home is another device.
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
         divided: Gathers its weights from replicas, if each keeps a share of them.
-        offloads: How many micro-batches' activations wait there at once; inf are all.
         has_visits: Whether weights or activations are on its device only around their use.
         in_backward: Whether its modules have the copies of a backward that runs.
         modules: The layers and all modules within them.
@@ -125,7 +125,7 @@ class Stage:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
 
     def divide(self, weights: DividedWeights, layout: Layout) -> None:
-        """Gather weights from replicas from now on, those that have no home here by the layout."""
+        """Gather the weights that have no home here by the layout from replicas, from now on."""
         self.divided, self.has_visits = weights, True
         self.follow(layout)
 
@@ -214,7 +214,6 @@ class Stage:
         return next((f", in {names[m]} ({type(m).__name__})" for m in raising), "")
 
     def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
-        """Set :attr:`modules`, without any known behavior."""
         self.modules = modules
         self.skips = any(declaration_of(module) is not None for module in modules)
         norms = [module for module in modules if isinstance(module, Norm)]

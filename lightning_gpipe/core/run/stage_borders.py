@@ -14,7 +14,7 @@ _TERMS = SkipName(None, "loss terms")
 
 
 def term_route(j: int, n: int) -> Route:
-    """The route of the loss terms of stage ``j`` to the caller, after the last of ``n`` stages."""
+    """Return the route of the loss terms of stage ``j`` to the caller, after the last of ``n``."""
     return Route(_TERMS, source=j, target=n)
 
 
@@ -37,7 +37,7 @@ def handed(trees: Sequence[FlatTree], targets: Sequence[int]) -> list[FlatTree]:
 
 
 def _shared(trees: Sequence[FlatTree], targets: Sequence[int]) -> set[int]:
-    """The ids of the tensors whose memory goes to several targets."""
+    """Return the ids of the tensors whose memory goes to several targets."""
     targets_of: dict[int, set[int]] = {}
     memory_of: dict[int, int | None] = {}
     for tree, target in zip(trees, targets, strict=False):

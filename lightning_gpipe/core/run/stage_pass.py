@@ -4,8 +4,6 @@ A stage has a small graph of its own for each micro-batch: the inputs are its le
 outputs are detached from it. So the graphs of different stages are never joined, each worker runs
 backward on its own thread, and to drop a micro-batch's activations is to free its graph. Values
 that come and leave by routes are further inputs and outputs, joined with the others.
-
-A pass holds all that lives from its forward to its backward. Several may be alive at once.
 """
 
 from __future__ import annotations
@@ -62,6 +60,8 @@ from lightning_gpipe.core.run.work import Work
 class StagePass:
     """One mini-batch's pass through a stage; used by one worker at a time.
 
+    It holds all that lives from its forward to its backward. Several may be alive at once.
+
     Args:
         work: The work of the stage on each micro-batch that has no other one.
         context: The caller's thread-local state in forward.
@@ -76,7 +76,7 @@ class StagePass:
         statistics: The statistics of the stage's batch norms, if they are deferred.
         lost_gradients: Watches for gradients that do not come through the outputs.
         transfer: Sends complete gradients home; None if they stay here.
-        host: What it has on the host or in other replicas; None if that is nothing.
+        host: Its tensors on the host or in other replicas; None if there are none.
     """
 
     transfer: GradientTransfer | None = None
@@ -123,10 +123,9 @@ class StagePass:
         self._bare &= not terms
 
     def forward(self, i: int, inputs: FlatTree) -> FlatTree:
-        """Run the layers on micro-batch ``i``.
+        """Run the layers on micro-batch ``i``; return the outputs, in no graph.
 
-        Returns:
-            The outputs, joined with those that leave by routes; detached from this stage's graph.
+        They are joined with those that leave by routes.
         """
         work, behavior = self.works[i], self._behavior(i, inputs)
         if not self._context.grad:
@@ -190,7 +189,7 @@ class StagePass:
         return FlatTree(gradients_in(leaves), activations.inputs.spec)
 
     def leave(self, i: int) -> None:
-        """Let what is kept for micro-batch ``i`` wait on the host for its backward."""
+        """Let the tensors held for micro-batch ``i`` wait on the host for its backward."""
         activations = self._activations.get(i)
         assert self.host is not None and self.host.activations is not None, "they wait there"
         if activations is None:
@@ -208,7 +207,7 @@ class StagePass:
             self._backward.run_weights(i)
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
-        """Return the tensors kept for :meth:`weights`, parameters and bases of views included."""
+        """Return the tensors held for :meth:`weights`, parameters and bases of views included."""
         return self._backward.kept_for_weights(i)
 
     def send_gradients(self) -> None:
@@ -228,7 +227,7 @@ class StagePass:
     def take_gradients(self, *, written: bool = True) -> list[tuple[Tensor, Tensor]]:
         """Return the sums of the gradients of parameters and captured leaves, and drop them.
 
-        Without those that were sent home. ``written``: autograd writes them to ``.grad``.
+        Without those that were sent home. With ``written``, autograd writes them to ``.grad``.
         """
         gradients: list[tuple[Tensor, Tensor]] = [*self.shadows.take_gradients()]
         if self._left is not None:
@@ -244,7 +243,6 @@ class StagePass:
         return [*gradients, *self._backward.take_gradients()]
 
     def check_unchanged(self) -> None:
-        """Raise if a recomputation would not compute what forward computed."""
         if self._recomputed:
             check_unchanged(self.stage, self.shadows, self._modules, self._activations.values())
 
@@ -259,7 +257,6 @@ class StagePass:
             self.statistics.commit()
 
     def release(self) -> LostGradients:
-        """Free the activations, and return the watch over its leaves."""
         self._activations.clear()
         self._backward.clear()
         return self.lost_gradients
@@ -297,7 +294,7 @@ class StagePass:
         self._activations[i] = Activations(inputs, roots, sizes=sizes, former=former)
 
     def _as_in_forward(self) -> Manager:
-        """The context manager that restores the thread's and the modules' state of forward."""
+        """Return the context manager that restores the state of forward: threads' and modules'."""
         context = self._context
         if self._differs is None:  # the same for all micro-batches
             other_flags = self.stage.training_flags != self._flags
@@ -310,7 +307,7 @@ class StagePass:
     def _run(
         self, i: int, inputs: FlatTree, behavior: Behavior, *, first: bool, hooks: Manager = NOTHING
     ) -> FlatTree:
-        """Run the layers; returns the outputs, joined with those that leave by routes."""
+        """Run the layers; return the outputs, joined with those that leave by routes."""
         stage, work = self.stage, self.works[i]
         marked = self._marked and not work.from_caller
         guard = MutationGuard(behavior, inputs.leaves, marked=marked)
@@ -338,7 +335,7 @@ class StagePass:
         return outputs
 
     def _around(self, i: int, terms: list[Term], hooks: Manager, *, first: bool) -> Manager:
-        """The context managers in which the layers run, without those that are not needed."""
+        """Return the context managers that the layers need."""
         draws = self.randomness.drawing(i) if first else self.randomness.replaying(i)
         managers = [hooks, *draws]
         if not self.shadows.in_place:
@@ -364,14 +361,14 @@ class StagePass:
 
 
 def _sizes(outputs: FlatTree, work: Work) -> tuple[int, ...]:
-    """The number of output leaves on each way; none if there is one way."""
+    """Return the number of output leaves on each way; none if there is one way."""
     if not work.leaving:
         return ()
     return tuple(len(tree.leaves) for tree in parted(outputs, 1 + len(work.leaving)))
 
 
 def in_layers() -> bool:
-    """Return whether a layer of a pipeline, or a hook on one, runs the calling code."""
+    """Return True if a layer of a pipeline, or a hook on one, runs the calling code."""
     frame = sys._getframe(1)  # no flag that an interrupt could leave set
     while frame.f_back is not None and frame.f_code.co_filename != __file__:
         frame = frame.f_back

@@ -4,8 +4,8 @@ All processes run the caller's code up to its call of the pipeline, on the same 
 goes on in the process of the last stage, and ends in the others. These get a zero whose backward
 runs that of their stages, for a loss whose value they are told.
 
-Those between the first stage and the last may be told of a call and not run the code. Then the
-process of the first stage sends them what their stages need of the caller's values.
+Processes between the first stage and the last may be told of a call and not run the code. Then the
+process of the first stage sends them the caller's values that their stages need.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ _SECOND = (
 class StepAtLast:
     """A step of the caller in one process.
 
-    Args:
-        layout: What runs where.
-
     Attributes:
         here: Whether the code goes on after its call.
         kinds: The kinds of the caller's actions in this process, with a loss for each micro-batch.
@@ -56,11 +53,7 @@ class StepAtLast:
         self._outputs: list[Tensor] = []
 
     def begin_call(self) -> None:
-        """Begin the call of the pipeline.
-
-        Raises:
-            RuntimeError: If it is the second one.
-        """
+        """Begin the call of the pipeline; raise RuntimeError if it is the second one."""
         if self.called:
             raise RuntimeError(_SECOND)
         self.called = True
@@ -86,7 +79,7 @@ class StepAtLast:
         raise OutputElsewhere
 
     def leads_to(self, loss: Tensor) -> bool:
-        """Return whether backward from a loss goes through the pipeline."""
+        """Return True if backward from a loss goes through the pipeline."""
         nodes = {output.grad_fn for output in self._outputs}
         return not nodes.isdisjoint(graph_behind([root_of(loss)])[1])
 

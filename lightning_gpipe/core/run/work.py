@@ -103,7 +103,7 @@ class Work:
 
 
 def _numbered(numbers: Sequence[int], way: Any) -> Iterable[tuple[int, Any]]:
-    """The numbers of the values that come on one way, with the values."""
+    """Return the values that come on one way, with their numbers."""
     return [(numbers[0], way)] if len(numbers) == 1 else zip(numbers, way, strict=True)
 
 

@@ -1,8 +1,7 @@
 """Runs one worker's row of the schedule over its stages.
 
 This is the loop with the effects, without decisions of its own: the row gives the next action, and
-the action gives its inputs and the place of its result. Forward receives from the previous stage
-and sends to the next; backward mirrors it.
+the action gives its inputs and the place of its result.
 """
 
 from __future__ import annotations
@@ -219,10 +218,7 @@ class WorkerTask(RowTask):
 class HostWorkerTask(WorkerTask):
     """The task of a worker whose stages have something on their devices only around its use.
 
-    Args:
-        whole: Its row of all phases that will run.
-        args: As for :class:`WorkerTask`.
-        options: As for :class:`WorkerTask`.
+    ``whole`` is its row of all phases that will run.
     """
 
     def __init__(self, whole: Row, *args: Any, **options: Any) -> None:
@@ -260,6 +256,5 @@ class _Holding:
 
 
 def _within(manager: Manager, run: Callable[..., Any], *args: Any) -> Any:
-    """Call ``run`` in a context manager."""
     with manager:
         return run(*args)

@@ -44,15 +44,10 @@ class UsedLeaves:
     def record(
         self, outputs: Iterable[Any], inputs: Iterable[Any], *, captures: bool
     ) -> Sequence[Tensor]:
-        """Search the graphs of a stage's outputs, where that is needed.
+        """Return the captured leaves in the graphs of a stage's outputs, where a search is needed.
 
-        Args:
-            outputs: The outputs for a micro-batch.
-            inputs: The inputs, which are leaves of these graphs.
-            captures: Whether the stage may have captured tensors from outside.
-
-        Returns:
-            The captured leaves.
+        The inputs are leaves of these graphs. ``captures`` is True if the stage may have captured
+        tensors from outside.
         """
         if not (self.searching or captures):
             return ()
@@ -80,23 +75,19 @@ class UsedLeaves:
             )
 
     def captured(self, leaf: Tensor) -> bool:
-        """Return whether ``leaf`` was captured from outside."""
         return id(leaf) in self._captured
 
     @property
     def foreign_leaves(self) -> list[Tensor]:
-        """The captured leaves that are not parameters of the pipeline."""
         return [leaf for leaf in self._captured.values() if self.foreign(leaf)]
 
     def foreign(self, leaf: Tensor) -> bool:
-        """Return whether ``leaf`` is not a parameter of the pipeline."""
         return all(leaf is not p for each in self._shadows for p in each.parameters)
 
     def leaves(self, shared: Iterable[nn.Parameter] = ()) -> list[Tensor]:
         """Return the used parameters that have values here, each once, and the captured leaves.
 
-        Args:
-            shared: Parameters of stages of other processes that have values here too.
+        ``shared`` are parameters of stages of other processes that have values here too.
         """
         leaves: dict[int, Tensor] = {id(each): each for each in shared if each.requires_grad}
         for shadows in self._shadows:
@@ -108,7 +99,6 @@ class UsedLeaves:
 
     @cached_property
     def _own(self) -> set[int]:
-        """The ids of the shadows."""
         return {
             id(shadows.shadow_of(parameter))
             for shadows in self._shadows

@@ -21,7 +21,7 @@ _edge: Callable[[tuple[Any, int]], GradientEdge] = partial(tuple.__new__, Gradie
 
 
 def root_of(leaf: Any) -> Root | None:
-    """The root of an output's backward: an edge of the graph, which keeps no tensor alive.
+    """Return the root of an output's backward: an edge of the graph, which keeps no tensor alive.
 
     The root is the output itself if that is sparse, which has no view to find the edge of a leaf
     by, or nested, because a gradient must have the very offsets of a jagged one.
@@ -39,7 +39,7 @@ def root_of(leaf: Any) -> Root | None:
 
 
 def roots_of(leaves: Iterable[Any]) -> list[Root | None]:
-    """The roots of the backward of some outputs; empty if none requires a gradient."""
+    """Return the roots of the backward of some outputs; empty if none requires a gradient."""
     roots, needed = [], False
     for leaf in leaves:
         root = root_of(leaf)
@@ -53,8 +53,8 @@ def run_backward(
 ) -> None:
     """Run backward from the roots that have a gradient; ``keep`` the graph for other backwards.
 
-    The same as ``torch.autograd.backward`` without the check of its arguments, which takes as long
-    as backward through a small layer.
+    It omits the check of arguments in ``torch.autograd.backward``, which takes as long as backward
+    through a small layer.
     """
     starts, values = with_gradients(roots, gradients)
     if starts:
@@ -70,10 +70,7 @@ def gradients_of(
     *,
     keep: bool = True,
 ) -> list[Tensor | None]:
-    """Run backward, and return the gradients of ``leaves`` instead of accumulating them.
-
-    ``keep`` the graph for other backwards.
-    """
+    """Run backward, and return the gradients of ``leaves`` instead of accumulating them."""
     starts, values = with_gradients(roots, gradients)
     if not starts or not leaves:
         return [None] * len(leaves)
@@ -100,10 +97,7 @@ def run_backward_to(
     keep: bool = True,
     accumulate: bool = True,
 ) -> Sequence[Tensor | None]:
-    """Run backward to some leaves only; ``keep`` the graph for the others.
-
-    Either accumulates their gradients, or returns them.
-    """
+    """Run backward to some leaves only, and accumulate their gradients or return them."""
     results: Sequence[Tensor | None] = _engine_run_backward(
         tuple(roots),
         tuple(gradients),
@@ -117,7 +111,7 @@ def run_backward_to(
 
 
 def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
-    """The leaves that backward from ``roots`` would reach."""
+    """Return the leaves that backward from ``roots`` would reach."""
     return graph_behind(roots)[0]
 
 
@@ -126,7 +120,7 @@ now: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def revisits(roots: Iterable[Root | None], since: int) -> bool:
-    """Return whether backward from ``roots`` needs tensors saved before a time of :func:`now`.
+    """Return True if backward from ``roots`` needs tensors saved before a time of :func:`now`.
 
     Nodes without saved tensors do not count, such as those of weights that autocast has cast.
     """
@@ -134,7 +128,7 @@ def revisits(roots: Iterable[Root | None], since: int) -> bool:
 
 
 def any_saved_before(nodes: Iterable[Any], since: int) -> bool:
-    """Return whether one of these nodes saved tensors before a time of :func:`now`."""
+    """Return True if one of these nodes saved tensors before a time of :func:`now`."""
     return any(node._sequence_nr() < since and saved_by(node) for node in nodes)
 
 
@@ -146,7 +140,7 @@ def saved_by(node: Any) -> tuple[str, ...]:
 def graph_behind(
     roots: Iterable[Root | None], *, until: Any = None
 ) -> tuple[list[Tensor], list[Any]]:
-    """The leaves that backward from ``roots`` would reach, and the nodes that compute gradients.
+    """Return the leaves that backward from ``roots`` would reach, and the nodes on the way.
 
     Without the node ``until``, and what is behind it alone.
     """
@@ -176,7 +170,7 @@ def graph_behind(
 def with_gradients(
     roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
 ) -> tuple[tuple[Root, ...], tuple[Tensor, ...]]:
-    """The roots that have a gradient, and the gradients."""
+    """Return the roots that have a gradient, and the gradients."""
     starts, values = [], []
     for root, gradient in zip(roots, gradients, strict=True):
         if root is not None and gradient is not None:
@@ -186,7 +180,7 @@ def with_gradients(
 
 
 def _shaped_as(output: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of an output, with the output's own offsets if both are jagged.
+    """Return the gradient of an output, with the output's own offsets if both are jagged.
 
     A recomputed output has equal offsets in another tensor, which PyTorch takes for another shape.
     """
@@ -246,13 +240,12 @@ class Graph(NamedTuple):
         return cls(nodes, edges, reached, tuple(shape))
 
     def edge(self, edge: Edge) -> GradientEdge:
-        """Return an edge as autograd has it."""
         k, nr = edge
         return GradientEdge(self.nodes[k], nr)
 
 
 def is_leaf(node: Any) -> bool:
-    """Return whether a node accumulates the gradient of a leaf."""
+    """Return True if a node accumulates the gradient of a leaf."""
     return type(node) is _LEAF
 
 

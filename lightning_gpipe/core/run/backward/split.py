@@ -34,12 +34,7 @@ _WHOLE = frozenset({"CompiledFunctionBackward", "CheckpointFunctionBackward"})
 
 
 class Operator(NamedTuple):
-    """An operator that W runs again.
-
-    Attributes:
-        node: Its node.
-        exits: The edges whose gradients are asked for, each with its place among all edges.
-    """
+    """An operator that W runs again; each of its exits has a place among all edges."""
 
     node: int
     exits: tuple[tuple[int, Edge], ...]
@@ -48,9 +43,7 @@ class Operator(NamedTuple):
 class GraphPart(NamedTuple):
     """A backward of W: the operators that share nodes on the way to the weights.
 
-    Attributes:
-        operators: The operators.
-        roots: The indices of outputs that depend on nothing but weights.
+    ``roots`` are the indices of outputs that depend on nothing but weights.
     """
 
     operators: tuple[Operator, ...]
@@ -125,7 +118,6 @@ class _Search:
                     self._exits.setdefault(k, set()).add(operator)
 
     def split(self) -> Split:
-        """Return the split, which may have no parts."""
         early = self._find_early()
         late = {k for k in self._exits if not self._behind[k] & early}
         start = [r for r, (k, _) in enumerate(self._roots) if k not in late]
@@ -137,7 +129,7 @@ class _Search:
         return Split(tuple(start), tuple((k, 0) for k in leaves), parts, freed)
 
     def _find_behind(self) -> list[int]:
-        """The set of nodes that backward through each node reaches, itself included."""
+        """Return the set of nodes that backward through each node reaches, itself included."""
         behind = [0] * len(self._nodes)
         waiting = [(k, False) for k, _ in self._roots]
         while waiting:
@@ -152,7 +144,7 @@ class _Search:
         return behind
 
     def _find_early(self) -> int:
-        """The nodes behind the exits whose gradients B computes."""
+        """Return the nodes behind the exits whose gradients B computes."""
         early = 0
         for k, operators in self._exits.items():
             if len(operators) > 1 or any(map(self._computes_all, operators)):
@@ -166,7 +158,7 @@ class _Search:
         return early
 
     def _computes_all(self, operator: int) -> bool:
-        """Return whether an operator computes all gradients at once, or must not run again."""
+        """Return True if an operator computes all gradients at once, or must not run again."""
         node = self._nodes[operator]
         if isinstance(node, torch._C._FunctionBase):
             return True
@@ -197,13 +189,13 @@ class _Search:
 
 
 def saved_tensors(node: Any, name: str) -> Sequence[Any]:
-    """The tensor or tensors that a node has saved under a name, packed."""
+    """Return the tensor or tensors that a node has saved under a name, packed."""
     saved = getattr(node, name)
     return saved if isinstance(saved, tuple | list) else (saved,)
 
 
 def unpacked(node: Any, name: str) -> Sequence[Any]:
-    """The same as tensors, in the same memory; None where it has saved none."""
+    """Return the same as tensors, in the same memory; None where it has saved none."""
     return saved_tensors(node, name.replace("_raw_saved", "_saved", 1))
 
 

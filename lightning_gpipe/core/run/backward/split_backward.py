@@ -121,7 +121,6 @@ def _is_leaf(root: Root) -> bool:
 
 
 def _free(saved: Any) -> None:
-    """Free a tensor that a node has saved."""
     try:
         saved.register_hooks(_nothing, _nothing)
     except RuntimeError:  # it has saved None there, or nothing

@@ -34,12 +34,8 @@ _SEARCHES = 2  # the second, for what the first left
 class StageBackward:
     """Runs the backwards of one pass, and collects the gradients of captured leaves.
 
-    Args:
-        used_leaves: Records which leaves took part.
-        splits: The splits of the stage's backwards into B and W; None to run them at once.
-
-    Attributes:
-        searching: Whether all graphs are searched, not only those of a behavior that needs it.
+    ``splits`` is None if backwards run at once, without B and W. ``searching`` is True if all
+    graphs are searched, not only those of a behavior that needs it.
     """
 
     def __init__(self, used_leaves: UsedLeaves, splits: Splits | None = None) -> None:
@@ -53,7 +49,7 @@ class StageBackward:
     def record(
         self, behavior: Behavior, inputs: Sequence[Any], outputs: Sequence[Any], since: int
     ) -> None:
-        """Record which leaves take part in a micro-batch, and whether any was captured."""
+        """Record the leaves that take part in a micro-batch, and whether any was captured."""
         captured = self._used_leaves.record(outputs, inputs, captures=behavior.searching)
         if not behavior.searching:
             return
@@ -111,11 +107,10 @@ class StageBackward:
             raise
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
-        """Return the tensors kept for W of micro-batch ``i``."""
+        """Return the tensors that are held for W of micro-batch ``i``."""
         return list(self._pending[i].kept()) if i in self._pending else []
 
     def clear(self) -> None:
-        """Drop all that is pending."""
         self._pending.clear()
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:

@@ -14,14 +14,12 @@ _NONE = None, None  # in the place of a leaf and its sum
 
 
 def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
-    """The sum of each leaf's gradients on its device; None for a leaf without any.
+    """Return the sum of each leaf's gradients on its device; None for a leaf without any.
 
-    Args:
-        pairs: Leaves with gradients of theirs, of the same shape on any device. A leaf that is not
-            among ``leaves`` was used by a recomputation only, or by a stage without having been
-            registered with nn.Module: it accumulates its gradient here, because it is not an input
-            of the mini-batch's autograd node.
-        leaves: The leaves whose sums to return, in order.
+    ``pairs`` are leaves with gradients of theirs, of the same shape on any device. A leaf that is
+    not among ``leaves`` was used by a recomputation only, or by a stage without having been
+    registered with nn.Module: it accumulates its gradient here, because it is not an input of the
+    mini-batch's autograd node.
     """
     sum_of: dict[int, tuple[Tensor, Tensor]] = {}  # of each leaf by id: a hash of it is slow
     several: dict[int, list[Tensor]] = {}
@@ -50,7 +48,7 @@ def add_gradient(sums: dict[int, tuple[Tensor, Tensor]], leaf: Tensor, gradient:
 
 
 def _sum(gradients: list[Tensor]) -> Tensor:
-    """The sum; sparse gradients, as of nn.Embedding(sparse=True), are added to dense ones last."""
+    """Return the sum; sparse gradients, as of nn.Embedding(sparse=True), are added last."""
     gradients.sort(key=lambda gradient: gradient.is_sparse)
     total = gradients[0]
     for gradient in gradients[1:]:

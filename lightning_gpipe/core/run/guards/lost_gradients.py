@@ -8,7 +8,7 @@ never get a gradient.
 Autograd has no list of the graphs that end in a leaf. But such a graph keeps its leaves alive:
 leaves that outlive their mini-batch belong to one, and get a hook that raises. A gradient that
 arrives earlier is in the leaf. A backward for some leaves only, such as ``torch.autograd.grad``,
-goes to none of them: what layers keep is warned of.
+goes to none of them: tensors that layers keep are warned of.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class LostGradients:
         ]
 
     def watch_inputs(self, leaves: Iterable[Any]) -> None:
-        """Watch the inputs of a micro-batch."""
         for leaf in leaves:  # no comprehension, which is one more call for each micro-batch
             if isinstance(leaf, Tensor):
                 self._inputs.append(weakref.ref(leaf))
@@ -82,14 +81,12 @@ class LostGradients:
             )
 
     def check_shadows(self) -> None:
-        """Raise RuntimeError if a shadow has a gradient that the backward has not taken."""
         for reference, parameter in self._shadows:
             shadow = reference()
             if shadow is not None and shadow.grad is not None:
                 _refuse(self._stage, parameter, shadow)
 
     def check_inputs(self, leaves: Iterable[Any]) -> None:
-        """Raise RuntimeError if one of these inputs has a gradient that nobody will take."""
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.grad is not None:
                 _refuse(self._stage, None, leaf)
@@ -131,11 +128,9 @@ class UnfinishedMiniBatches:
         self._forwards: list[tuple[weakref.ref[Any], Sequence[LostGradients]]] = []
 
     def add(self, minibatch: object, watches: Sequence[LostGradients]) -> None:
-        """Add a mini-batch after its forward."""
         self._forwards.append((weakref.ref(minibatch), watches))
 
     def remove(self, minibatch: object) -> None:
-        """Remove a mini-batch, before its backward."""
         self._forwards = [forward for forward in self._forwards if forward[0]() is not minibatch]
 
     @property
@@ -212,7 +207,7 @@ def _called(stage: Stage, parameter: nn.Parameter | None) -> str:
 
 
 def is_written(leaf: Tensor) -> bool:
-    """Return whether the backward that is running writes the gradient of a leaf."""
+    """Return True if the backward that is running writes the gradient of a leaf."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError:  # autograd.grad returns it; a sparse one has no view to find its node by

@@ -37,8 +37,7 @@ class _Shared(NamedTuple):
 class SideChannels:
     """Compares objects that modules of several stages hold, in the first mini-batches.
 
-    Args:
-        partitions: The partitions; those of other processes have copies of what is shared.
+    Partitions of other processes have copies of what is shared.
     """
 
     def __init__(self, partitions: Sequence[Partition]) -> None:

@@ -32,11 +32,9 @@ _Slots = tuple[str, Mapping[str, Any]]  # the name of a module, and its attribut
 
 
 class ValuesOnLayers:
-    """Compares what the caller's code leaves to the layers of some stages before its call.
+    """Compares the values that the caller's code leaves to layers of some stages before its call.
 
-    Args:
-        partitions: Their partitions.
-        variables: Context variables that are no part of the caller's code.
+    Context variables among ``variables`` are no part of the caller's code.
     """
 
     def __init__(
@@ -64,10 +62,7 @@ class ValuesOnLayers:
     def at_call(self, i: int, before: Context, variables: Context) -> list[Tensor]:
         """Return the tensors that the code for micro-batch ``i`` has left to layers at its call.
 
-        Args:
-            i: The micro-batch.
-            before: The context variables before it.
-            variables: Those at its call.
+        ``before`` are the context variables before the code, ``variables`` those at its call.
 
         Raises:
             RuntimeError: If they have other values than those for micro-batch 0.
@@ -91,20 +86,20 @@ class ValuesOnLayers:
 
     @property
     def left(self) -> list[str]:
-        """The names of what the code has left to layers, since the first mini-batch."""
+        """The names of the values that the code has left to layers, since the first mini-batch."""
         variables = self._variables - self._others
         return [*self._places, *(f"context variable {x.name}" for x in variables)]
 
     @property
     def numbers(self) -> dict[str, list[Any]]:
-        """The numbers and strings among what the code has left for micro-batch 0, by name."""
+        """The numbers and strings that the code has left for micro-batch 0, by name."""
         found = {
             name: [x for x in v if not isinstance(x, Tensor)] for name, v in self._first.items()
         }
         return {name: items for name, items in found.items() if items}
 
     def at_end(self, i: int) -> None:
-        """Raise RuntimeError if they are others at the end of the code for micro-batch ``i``."""
+        """Raise RuntimeError if they have changed at the end of the code for micro-batch ``i``."""
         values = {name: _values(place) for name, place in self._places.items()}
         if (changed := self._changed(values)) is not None:
             raise RuntimeError(
@@ -115,11 +110,10 @@ class ValuesOnLayers:
             )
 
     def end(self) -> None:
-        """Drop the values of a mini-batch."""
         self._before, self._held, self._first, self._variables = {}, [], {}, set()
 
     def _find_places(self) -> None:
-        """Note where something is held now that was not there before the code."""
+        """Record the places whose values the code has changed."""
         for name, place in self._all() if self._before else ():
             if list(map(id, _values(place))) != list(map(id, self._before.get(name, ()))):
                 self._places[name] = place
@@ -131,7 +125,7 @@ class ValuesOnLayers:
                     self._places[f"{path}.{name}"] = slots, name
 
     def _changed(self, values: dict[str, list[Any]]) -> str | None:
-        """Return the name of a value that is another than for micro-batch 0."""
+        """Return the name of a value that differs from micro-batch 0's."""
         for name, items in values.items():
             first = self._first.get(name, [])
             if len(items) != len(first) or not all(map(_equal, items, first)):
@@ -159,7 +153,7 @@ class ValuesOnLayers:
 
 
 def _values(place: _Place) -> list[Any]:
-    """The numbers and tensors in a place; none that has no value yet."""
+    """Return the numbers and tensors in a place, which may have no value yet."""
     slots, name = place
     value = slots.get(name)
     if isinstance(value, bool | int | float | str):

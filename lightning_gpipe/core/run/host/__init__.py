@@ -1,1 +1,1 @@
-"""What is on a device only around its use: weights, and activations that wait on the host."""
+"""Weights and waiting activations that are on a device only around their use."""

@@ -13,13 +13,7 @@ from lightning_gpipe.core.run.stage import Stage
 
 
 class GatheredWeights(VisitingWeights):
-    """The weights of one stage in one mini-batch, which come from the replicas that keep them.
-
-    Args:
-        stage: The stage.
-        shadows: Its shadows.
-        divided: Gathers them.
-    """
+    """The weights of one stage in one mini-batch, gathered from the replicas that keep them."""
 
     def __init__(self, stage: Stage, shadows: Shadows, divided: DividedWeights) -> None:
         super().__init__(stage, shadows)

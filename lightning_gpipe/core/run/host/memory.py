@@ -15,9 +15,7 @@ from lightning_gpipe.core.run.stage import Stage
 class HostMemory:
     """The part of one pass through a stage that is on its device only around its use.
 
-    Attributes:
-        weights: The weights, if they are on the host or divided among replicas.
-        activations: The activations, if they wait on the host.
+    Weights may be on the host or divided among replicas; activations wait on the host.
     """
 
     weights: VisitingWeights | None = None
@@ -32,8 +30,7 @@ class HostMemory:
     def saving(self, context: Context, i: int, *, at_once: bool = False) -> Manager:
         """Apply hooks to what autograd saves for micro-batch ``i`` in a ``with`` block.
 
-        If the backward comes ``at_once``, activations stay. Hooks of the caller decide about them,
-        if there are some.
+        If the backward comes ``at_once``, activations stay. If the caller has hooks, these decide.
         """
         hooks = context.saved_tensors_hooks
         if hooks is None:
@@ -45,7 +42,6 @@ class HostMemory:
         return torch.autograd.graph.saved_tensors_hooks(*hooks)
 
     def settle(self) -> None:
-        """Let the host wait for all copies that are under way."""
         for each in (self.weights, self.activations):
             if each is not None:
                 each.settle()

@@ -1,7 +1,7 @@
 """Copies between a device and the host, on streams beside those on which stages compute.
 
-All memory on the device is that of the stream on which a stage computes. Copies wait for it: what
-is given back before is then free. The host waits for the copies at the end of a phase.
+All memory on the device is that of the stream on which a stage computes. Copies wait for it: memory
+given back before is then free. The host waits for the copies at the end of a phase.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ class SideCopies:
         self._under_way: list[torch.cuda.Event] = []
 
     def beside(self, direction: Direction) -> _Beside:
-        """Run copies in a ``with`` block beside what is computed.
-
-        After it, :attr:`latest` is the event of their end.
-        """
+        """Run copies in a ``with`` block beside the computation; :attr:`latest` is their end."""
         return _Beside(_stream(self._device, direction), self._under_way)
 
     @property
@@ -34,7 +31,6 @@ class SideCopies:
         return self._under_way[-1]
 
     def settle(self) -> None:
-        """Let the host wait for all of them."""
         for event in self._under_way:
             event.synchronize()
         self._under_way.clear()

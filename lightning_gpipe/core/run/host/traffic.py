@@ -19,11 +19,7 @@ from lightning_gpipe.core.schedules import (
 class HostTraffic:
     """Moves what the stages of one worker have on the host or in other replicas, by its row.
 
-    Args:
-        w: The worker.
-        row: The row, of all phases that will run.
-        phase: The row of the present phase.
-        passes: The passes through the worker's stages.
+    ``row`` is the row of all phases that will run, ``phase`` that of the present one.
     """
 
     def __init__(self, w: int, row: Row, phase: Row, passes: Mapping[int, StagePass]) -> None:

@@ -2,8 +2,8 @@
 
 So a model may be larger than all devices together. The copies on the device are the stage's shadows
 of one mini-batch: their memory comes and goes, while the graphs of micro-batches keep the shadows.
-What autograd saves of a weight for backward would keep the memory too, so it saves where it was
-instead, and finds it in the copy that is there in backward.
+A view of a weight that autograd saves for backward would keep the memory too, so autograd saves its
+place instead, and finds it in the copy that is there in backward.
 """
 
 from __future__ import annotations
@@ -44,12 +44,8 @@ class _SavedParts(NamedTuple):
 class VisitingWeights(ABC):
     """The weights of one stage in one mini-batch, some of which come and go.
 
-    Args:
-        stage: The stage.
-        shadows: Its shadows, those of weights that come without values yet.
-
-    Attributes:
-        loaded: Whether they have come, or are about to.
+    The shadows of weights that come have no values yet. ``loaded`` is True if they have come, or
+    are about to.
     """
 
     def __init__(self, stage: Stage, shadows: Shadows) -> None:
@@ -111,7 +107,7 @@ class VisitingWeights(ABC):
             return [checksums(part.copy.detach()) for part in self._parts]
 
     def around(self, hooks: Hooks) -> Hooks:
-        """Return hooks with which autograd saves no weights, and what is none with ``hooks``."""
+        """Return hooks with which autograd saves places of weights, and by ``hooks`` the rest."""
         pack, unpack = hooks
         return partial(self._pack, pack), partial(self._unpack, unpack)
 
@@ -128,7 +124,7 @@ class VisitingWeights(ABC):
         return pack(tensor) if saved is tensor else saved
 
     def _saved(self, tensor: Tensor) -> Any:
-        """Return where a tensor is within the weights; the tensor if nowhere."""
+        """Return the place of a tensor within the weights; the tensor if it is not in them."""
         if is_traceable_wrapper_subclass(tensor):
             names, rest = tensor.__tensor_flatten__()
             parts = {name: self._saved(getattr(tensor, name)) for name in names}

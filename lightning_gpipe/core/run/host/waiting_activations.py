@@ -1,12 +1,12 @@
 """Activations that wait in the memory of the host for their backward.
 
-Of a micro-batch that is recomputed a stage keeps the inputs, of another one what autograd has
-saved. They leave when the micro-batch's forward has ended, so that layers may edit in place until
-then, and come back as new tensors, while the action before theirs is at work.
+Of a micro-batch that is recomputed a stage keeps the inputs, of another one the tensors that
+autograd has saved. They leave when the micro-batch's forward has ended, so that layers may edit in
+place until then, and come back as new tensors, while the action before theirs is at work.
 
-What somebody else holds too stays, such as a weight, a constant of a layer, the input of the next
-stage, or what a hook of the user's has kept; and so does what is small. To copy it would give
-nothing back.
+Tensors that somebody else holds too stay, such as a weight, a constant of a layer, the input of the
+next stage, or what a hook of the user's has kept: to copy them would give nothing back. So do small
+ones.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ _SMALL = 4096  # bytes, which are not worth a copy
 
 
 class HostActivations:
-    """The activations of one pass through a stage, on the host while they wait for backwards.
-
-    Args:
-        stage: The stage, on a GPU.
-    """
+    """The activations of one pass through a stage on a GPU, on the host while they wait."""
 
     def __init__(self, stage: Stage) -> None:
         self._device = stage.device
@@ -44,7 +40,7 @@ class HostActivations:
         self._coming: dict[int, torch.cuda.Event] = {}  # until the device waits
 
     def around(self, i: int, hooks: Hooks) -> Hooks:
-        """Return hooks by which what autograd saves for micro-batch ``i`` can leave later."""
+        """Return hooks by which saved tensors of micro-batch ``i`` can leave later."""
         pack, unpack = hooks
         saved = self._saved[i] = []
 
@@ -58,7 +54,7 @@ class HostActivations:
         return keep, partial(_unpack, unpack)
 
     def leave(self, i: int) -> None:
-        """Begin to copy what autograd has saved for micro-batch ``i`` to the host."""
+        """Begin to copy the tensors that autograd has saved for micro-batch ``i`` to the host."""
         self._move(i, _alive(self._saved.pop(i, ())), 1)
 
     def take(self, i: int, inputs: FlatTree) -> FlatTree:
@@ -70,13 +66,13 @@ class HostActivations:
         return FlatTree(leaves, inputs.spec)
 
     def fetch(self, i: int) -> None:
-        """Begin to copy what micro-batch ``i`` needs back to the device."""
+        """Begin to copy the tensors that micro-batch ``i`` needs back to the device."""
         for memory in _alive(self._away.pop(i, ())):
             memory.fetch()
             self._coming[i] = self._copies.latest
 
     def await_values(self, i: int) -> None:
-        """Let what the device computes from now on wait for what :meth:`fetch` copies."""
+        """Let the device wait for the copies of :meth:`fetch` before it computes more."""
         if (event := self._coming.pop(i, None)) is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -132,7 +128,6 @@ class _HostMemory:
         self._left = copies.latest
 
     def fetch(self) -> None:
-        """Begin to copy it to the device."""
         self._content = torch.empty_like(self._host, device=self._device)
         with self._copies.beside("to the device") as stream:
             stream.wait_event(self._left)
@@ -140,7 +135,7 @@ class _HostMemory:
         self._came = self._copies.latest
 
     def view(self, dtype: torch.dtype, *geometry: Any) -> Tensor:
-        """Return a view of it on the device, for which what is computed from now on waits."""
+        """Return a view of it on the device; later computation waits for it."""
         if self._content is None:
             self.fetch()
         assert self._content is not None, "it was fetched"
@@ -152,10 +147,7 @@ class _HostMemory:
 class _Kept:
     """A tensor that is kept for a backward: on the device, or as a view of memory on the host.
 
-    Attributes:
-        tensor: The tensor while it is on the device.
-        memory: The memory on the host, after that.
-        view: The type, offset, size and stride of the tensor.
+    ``view`` is its type, offset, size and stride.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -173,7 +165,6 @@ class _Kept:
 
     @property
     def value(self) -> Tensor:
-        """The tensor on the device."""
         if self.memory is not None:
             return self.memory.view(*self.view)
         if self.edited:
@@ -181,7 +172,6 @@ class _Kept:
         return self.tensor
 
     def as_input(self) -> Tensor:
-        """Return the tensor as the input of a stage that it was."""
         return copy_marks(self._marked, self.value.detach()).requires_grad_(self._requires_grad)
 
 

@@ -21,12 +21,7 @@ from lightning_gpipe.core.run.stage import Stage
 
 
 class HostWeights(VisitingWeights):
-    """The weights of one stage in one mini-batch, whose home is the host.
-
-    Args:
-        stage: The stage, on a GPU.
-        shadows: Its shadows.
-    """
+    """The weights of one stage on a GPU in one mini-batch, whose home is the host."""
 
     def __init__(self, stage: Stage, shadows: Shadows) -> None:
         super().__init__(stage, shadows)

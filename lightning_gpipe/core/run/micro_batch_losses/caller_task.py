@@ -125,7 +125,7 @@ def _description(action: Action, m: int) -> str:
 
 
 def call_missing(calls: str) -> RuntimeError:
-    """The error for code that calls the pipeline for some micro-batches only."""
+    """Return the error for code that calls the pipeline for some micro-batches only."""
     return RuntimeError(
         "training_step must call the pipeline once for each micro-batch, or return None without a "
         f"call for all: got {calls}. schedule='fill_drain' gives it the whole batch."

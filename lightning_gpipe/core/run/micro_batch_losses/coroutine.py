@@ -35,11 +35,9 @@ def greenlets() -> Any:
 
 
 class Coroutine:
-    """Runs a function on a stack of its own; its errors are raised where it was resumed.
+    """Runs a function on a stack of its own, in the context ``variables``.
 
-    Args:
-        function: The function.
-        variables: The context variables in which it runs.
+    Its errors are raised where it was resumed.
     """
 
     def __init__(self, function: Callable[[], Any], variables: contextvars.Context) -> None:
@@ -50,7 +48,6 @@ class Coroutine:
 
     @property
     def ended(self) -> bool:
-        """True once the function has returned or raised."""
         return bool(self._greenlet.dead)
 
     @property
@@ -61,8 +58,7 @@ class Coroutine:
     def resume(self, value: Any = None) -> Any:
         """Run it, where :meth:`suspend` returns ``value``, until it is suspended again or ends.
 
-        Returns:
-            The value with which it was suspended; the function's result if it has ended.
+        Return the value with which it was suspended; the function's result if it has ended.
         """
         return self._greenlet.switch(value)
 

@@ -39,8 +39,8 @@ class Total(NamedTuple):
     Attributes:
         value: The loss, in no graph.
         seed: The gradient of all backwards.
-        scale: What the seed would be if the sum of the weights had been known.
-        estimated: Whether they differ.
+        scale: The seed for the sum of the weights, had it been known.
+        estimated: Whether seed and scale differ.
         requires_grad: Whether a loss does, perhaps only for parameters of other processes.
     """
 
@@ -65,7 +65,6 @@ class Losses:
         m: The number of micro-batches.
         rows: The number of rows of each; None if that is not known.
         scale: The factor of the gradients, as of a gradient scaler; a float or a 0-dim tensor.
-
     """
 
     def __init__(self, m: int, rows: Sequence[int] | None, scale: float | Tensor = 1.0) -> None:
@@ -83,9 +82,8 @@ class Losses:
     def add(self, i: int, result: Any) -> tuple[Tensor, Tensor] | None:
         """Add the result of the caller's code for micro-batch ``i``.
 
-        Returns:
-            The loss in its graph, and the gradient from which its backward starts; None if there
-            is no backward.
+        Return the loss in its graph, and the gradient from which its backward starts; None if there
+        is no backward.
         """
         loss, weight_of_code = loss_and_weight(result)
         if loss is None:
@@ -203,7 +201,7 @@ def _checked(weight: Any) -> float:
 
 
 def _beside(loss: Tensor, number: float | Tensor) -> Tensor:
-    """A number on the device of a loss, in its precision or a higher one."""
+    """Return a number on the device of a loss, in its precision or a higher one."""
     dtype = torch.float64 if loss.dtype == torch.float64 else torch.float32
     if isinstance(number, Tensor):
         return number.detach().to(loss.device, dtype).reshape(())
@@ -213,16 +211,13 @@ def _beside(loss: Tensor, number: float | Tensor) -> Tensor:
 def with_known_gradients(
     value: Tensor, pairs: Sequence[Pair], seed: Tensor, streams: Streams
 ) -> Tensor:
-    """Return a loss whose backward hands over known gradients.
+    """Return a loss in the caller's graph whose backward hands over known gradients.
 
     Args:
         value: The loss, in no graph.
         pairs: The leaves, each once, with their gradients, which will be edited.
         seed: The gradient of the loss for which these are right; others are proportional.
         streams: The streams on which they were computed.
-
-    Returns:
-        The loss in the caller's graph.
     """
     if not pairs:  # all are in other processes, or code that nn.Module does not know has them
         pairs = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
@@ -242,7 +237,6 @@ def with_known_gradients(
 def _scaled(
     gradients: list[Tensor], seed: Tensor, streams: Streams, of_loss: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Scale the gradients of the leaves by that of the loss."""
     [gradient] = of_loss
     assert gradient is not None, "the loss is the only output"
     with streams.entered():

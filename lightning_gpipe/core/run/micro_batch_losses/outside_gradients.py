@@ -31,9 +31,7 @@ Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
 class OutsideGradients:
     """The gradients of one mini-batch that do not come from stages.
 
-    Args:
-        modules: The modules of the stages and around them.
-        journal: Records that hooks are removed.
+    ``modules`` are those of the stages and around them.
     """
 
     def __init__(self, modules: Iterable[nn.Module], journal: Journal) -> None:
@@ -111,7 +109,6 @@ class OutsideGradients:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The leaves that have a gradient so far."""
         return [leaf for leaf, _ in self._shadows.values()]
 
     def take_gradients(self) -> list[Pair]:
@@ -127,5 +124,5 @@ class OutsideGradients:
 
 
 def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
-    """A value that changes when a gradient is accumulated or replaced."""
+    """Return a value that changes when a gradient is accumulated or replaced."""
     return None if gradient is None else (id(gradient), gradient._version)

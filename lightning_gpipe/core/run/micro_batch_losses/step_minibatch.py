@@ -70,7 +70,7 @@ class StepMiniBatch(MiniBatchRun):
         self.begin_timeline(caller=True)
 
     def run(self) -> Tensor | None:
-        """Run the phase; returns the loss, None if the code returned None for all micro-batches."""
+        """Run the phase; return the loss, None if the code returned None for all micro-batches."""
         code = self._code
         try:
             with SharedErrors(self.equipment.transport), self.session:
@@ -95,7 +95,6 @@ class StepMiniBatch(MiniBatchRun):
             self.release()
 
     def _loss(self, total: Total) -> Tensor:
-        """Return the loss with all gradients."""
         pairs = self._pairs + self._outside_gradients()
         seed = total.seed
         if self.transfer is not None:
@@ -122,7 +121,6 @@ class StepMiniBatch(MiniBatchRun):
         return [(owner_of.get(id(leaf), leaf), gradient) for leaf, gradient in pairs]
 
     def _owners(self) -> dict[int, Tensor]:
-        """Return the parameter of each shadow, by the shadow's id."""
         pairs = (pair for stage_pass in self.passes for pair in stage_pass.shadows.pairs)
         return {id(shadow): parameter for parameter, shadow in pairs}
 

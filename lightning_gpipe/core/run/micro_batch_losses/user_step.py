@@ -70,13 +70,9 @@ Presented = tuple[FlatTree, list[Term]]  # the outputs of a call, and the loss t
 
 
 class Call(NamedTuple):
-    """A call of the pipeline by the caller's code.
+    """A call of the pipeline by the caller's code, whose stages run in its context variables.
 
-    Attributes:
-        program: The program of the stages.
-        terms: Whether the code collects loss terms.
-        variables: Its context variables, in which the stages run.
-        told: Whether processes between the first stage and the last were told of it.
+    ``told`` is True if processes between the first stage and the last were told of it.
     """
 
     inputs: FlatTree
@@ -86,7 +82,7 @@ class Call(NamedTuple):
     told: bool
 
     def alike(self, other: Call) -> bool:
-        """Return whether stages run the same for another call."""
+        """Return True if stages run the same for another call."""
         return (self.program, self.terms) == (other.program, other.terms)
 
 
@@ -147,7 +143,6 @@ class UserStep:
         self._before: dict[int, _GraphBefore] = {}
 
     def is_current(self) -> bool:
-        """Return whether the calling code is the caller's code."""
         i = self.running
         return i is not None and self._coroutines[i].current
 
@@ -156,9 +151,8 @@ class UserStep:
     ) -> Presented:
         """Call the pipeline from this code.
 
-        Returns:
-            The outputs and, with ``terms``, the loss terms of layers, both in the caller's graph. A
-            sum is times as much as the loss will be weighted less than that of the mini-batch.
+        Return the outputs and, with ``terms``, the loss terms of layers, in the caller's graph.
+        A sum is scaled up by as much as the weight of this loss will scale it down.
         """
         i = self.running
         assert i is not None, "the code runs"
@@ -197,10 +191,8 @@ class UserStep:
     ) -> Gradients:
         """Run it for micro-batch ``i`` from the outputs to its loss, and the loss's backward.
 
-        ``presented`` converts the outputs, in the code's graph, to the result of its call.
-
-        Returns:
-            The gradients of the leaves of the outputs; none if there are none.
+        ``presented`` converts the outputs, in the code's graph, to the result of its call. Return
+        the gradients of the leaves of the outputs; none if there are none.
         """
         before = self._before[i]
         sources = () if i else (*before.leaves, *self.trained)  # the code is the same for all

@@ -24,7 +24,6 @@ class HostClock:
     now = staticmethod(time.perf_counter)  # called four times for each micro-batch and stage
 
     def reading(self) -> Reading:
-        """Return the conversion of timestamps."""
         return lambda timestamp: timestamp  # as it is: a subclass of float may tell more
 
 
@@ -41,13 +40,12 @@ class CudaClock:
         self._stream = stream
 
     def now(self) -> torch.cuda.Event:
-        """Return the present timestamp."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
 
     def reading(self) -> Reading:
-        """Return the conversion of the device's timestamps so far."""
+        """Return the conversion of the device's timestamps so far to seconds."""
         last = self.now()
         last.synchronize()
         host = time.perf_counter()
@@ -63,5 +61,5 @@ Clock = HostClock | CudaClock
 
 
 def clock_of(stream: torch.cuda.Stream | None) -> Clock:
-    """The clock of a worker that computes on ``stream``, or on the host."""
+    """Return the clock of a worker that computes on ``stream``, or on the host."""
     return HostClock() if stream is None else CudaClock(stream)

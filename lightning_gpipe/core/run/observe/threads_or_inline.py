@@ -64,11 +64,8 @@ class Bounds:
 class RunTimes(NamedTuple):
     """The times of a mini-batch of some kind with threads and with one thread, in seconds.
 
-    Attributes:
-        threads: The time with a thread for each worker.
-        inline: The time with one thread for all of them.
-        clear: True if mini-batches of the faster way were enough, so that the other time is a
-            guess.
+    ``clear`` is True if mini-batches of the faster way were enough, so that the other time is a
+    guess.
     """
 
     threads: float
@@ -106,13 +103,9 @@ class Execution(NamedTuple):
 
 
 class ThreadsOrInline:
-    """Chooses threads or one thread for each mini-batch.
+    """Chooses threads or one thread for each mini-batch, by the devices of the workers.
 
-    Args:
-        devices: The devices of the workers.
-
-    Attributes:
-        times: The measured times for the kind of the latest mini-batch, once they are known.
+    ``times`` are those measured for the kind of the latest mini-batch, once they are known.
     """
 
     bounds: ClassVar[Bounds] = Bounds()

@@ -62,7 +62,6 @@ class Timeline:
         self.records: list[tuple[int, Action, Timestamp, Timestamp]] = []
 
     def run_by_caller(self, action: Action, run: Callable[..., _T], *args: Any) -> _T:
-        """Run an action of the caller, and record it."""
         [(caller, clock)] = self._callers.items()
         start = clock.now()
         result = run(*args)
@@ -83,7 +82,6 @@ class Timeline:
         return self._read(self._callers)
 
     def _read(self, clock_of: Mapping[int, Clock]) -> list[Span]:
-        """Return the actions of some workers, or of the caller, sorted by start."""
         records = [record for record in self.records if record[0] in clock_of]
         clocks = {clock.device: clock for clock in clock_of.values()}
         readings = {device: clock.reading() for device, clock in clocks.items()}
@@ -126,7 +124,7 @@ class Timeline:
 
 
 def length_of(schedule: Schedule, spans: Iterable[Span]) -> float:
-    """The time from the first action of each phase to its last, summed over phases."""
+    """Return the time from the first action of each phase to its last, summed over phases."""
     phases: dict[int, list[Span]] = {}
     for span in spans:
         phases.setdefault(schedule.phase_of(span.action), []).append(span)
@@ -166,9 +164,7 @@ class Observation:
     def of(cls, timeline: Timeline, spans: Sequence[Span] | None = None) -> Observation | None:
         """Return the times of a mini-batch; None if it had no backward, as in an evaluation.
 
-        Args:
-            timeline: The record of this process.
-            spans: The actions of all processes, if there are several.
+        ``spans`` are the actions of all processes, if there are several.
         """
         schedule, spans = timeline.schedule, timeline.spans if spans is None else spans
         if not any(span.action.kind is Kind.BACKWARD for span in spans):
@@ -205,7 +201,6 @@ def typical(observations: Sequence[Observation]) -> list[float]:
 
 
 def _durations(spans: Iterable[Span]) -> dict[tuple[Kind, int], list[float]]:
-    """The durations of actions, by their kind and stage."""
     durations: dict[tuple[Kind, int], list[float]] = {}
     for _, action, start, end in spans:
         durations.setdefault((action.kind, action.j), []).append(end - start)
