@@ -57,10 +57,7 @@ class Agreement:
         self._label = label
 
     def agree(self, program: Program, m: int, flags: bytes, *, grad: bool) -> None:
-        """Label the phases by what this process runs; almost surely another label differs.
-
-        ``flags`` are the training flags of all modules; ``grad`` tells if gradients are computed.
-        """
+        """Label the phases by what this process runs; almost surely another label differs."""
         if self._spread:
             self._label = self._label._replace(
                 grad=int(grad),
@@ -93,7 +90,6 @@ class Agreement:
         return value if self.gets_outputs else told
 
     def end(self, exchange: Exchange) -> None:
-        """End a phase, once the caller has all results."""
         exchange.settle()
         self.generators.hear(exchange.heard)
         if self.library is not None:

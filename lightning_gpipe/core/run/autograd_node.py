@@ -1,6 +1,6 @@
 """The pipeline as one ordinary node in the caller's graph.
 
-The node's inputs are the micro-batches, the parameters and what layers captured from outside, its
+The node's inputs are the micro-batches, the parameters and tensors captured from outside, its
 outputs those of the last stage. Its backward runs the backward phase of the schedule and returns
 each parameter's gradient once, so everything that uses gradients works as usual: hooks, gradient
 scalers, data parallelism, ``torch.autograd.grad(loss, parameters)``.
@@ -56,11 +56,9 @@ _AGAIN = (
 class BackwardOnce:
     """The backward of a pair of nodes, which runs once.
 
-    Args:
-        compute: Computes the gradients of the sources from those of the outputs; None if the
-            backward must not run yet, or has run.
-        twice: The message for a backward that is to be differentiated.
-        again: The message for a second backward, or an early one.
+    ``compute`` computes the gradients of the sources from those of the outputs; it is None if the
+    backward must not run yet, or has run. ``twice`` is the message for a backward that is to be
+    differentiated, ``again`` for a second or an early one.
     """
 
     def __init__(self, compute: Compute | None, twice: str = _TWICE, again: str = _AGAIN) -> None:
@@ -76,7 +74,6 @@ class BackwardOnce:
             raise RuntimeError(self._again)
 
     def run(self) -> Iterable[Tensor | None]:
-        """Compute the gradients of the sources, and drop all that is needed for it."""
         compute, self.compute = self.compute, None  # the user may keep the output alone
         gradients, self.gradients = self.gradients, ()
         assert compute is not None, "it runs once"
@@ -155,13 +152,9 @@ def leaves_around(loss: Tensor) -> list[Tensor] | None:
 class StepOutputs:
     """The outputs of one micro-batch, in which the graph of the caller's code ends.
 
-    Args:
-        outputs: The outputs, in no graph.
-        sources: Leaves that they depend on; the code must not ask autograd for these gradients.
-        refusal: The message if it does.
-
-    Attributes:
-        end: The leaf and the node in which that graph ends, if an output requires a gradient.
+    The code must not ask autograd for the gradients of ``sources``, leaves that the outputs depend
+    on: that raises ``refusal``. ``end`` is the leaf and the node in which the code's graph ends, if
+    an output requires a gradient.
     """
 
     def __init__(self, outputs: FlatTree, sources: Iterable[Tensor], refusal: str) -> None:
@@ -180,16 +173,14 @@ class StepOutputs:
         self._backward.compute = list  # nothing is behind the anchor
 
     def take_gradients(self) -> Gradients:
-        """Return the gradients of the leaves, after the caller's backward, and drop them here."""
         [gradients] = self._leaves.gradients(list(self._backward.run()))
         return gradients
 
 
 class _Leaves(NamedTuple):
-    """The places of the leaves that require a gradient among those of micro-batches.
+    """The places of the leaves that require a gradient: their micro-batch, and their index in it.
 
-    ``places`` has the micro-batch of each leaf, and its index there; ``sizes`` the number of leaves
-    of each micro-batch.
+    ``sizes`` are the numbers of leaves of the micro-batches.
     """
 
     places: Sequence[tuple[int, int]]
@@ -226,7 +217,6 @@ class _Leaves(NamedTuple):
         return result
 
     def gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """Return the gradients of all leaves of each micro-batch, from those of these, if any."""
         result: list[Gradients] = [[None] * size for size in self.sizes]
         for (i, k), gradient in zip(self.places, gradients, strict=False):
             result[i][k] = gradient

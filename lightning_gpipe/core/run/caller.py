@@ -8,8 +8,8 @@ outputs that are made there come straight back::
     caller  --(inputs)---------> stage 0 ... stage n-1 --(gives)-----------------> caller
             --(given routes)---> stage j           j   --(returned routes, terms)->
 
-What comes back on several ways is joined to one tree, so that the pipeline stays one node in the
-caller's graph.
+Values that come back on several ways are joined to one tree, so that the pipeline stays one node in
+the caller's graph.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Caller:
         self._structures: dict[int, Any] = {}  # of what came back for micro-batch i, if joined
 
     def input(self, i: int, x: FlatTree) -> Iterator[Sent]:
-        """Yield the messages of the forward of micro-batch ``i``."""
         to = Action(Kind.FORWARD, i, 0)
         if self._direct:
             yield to, x.aliased(), None
@@ -69,7 +68,6 @@ class Caller:
         return joined
 
     def output_gradient(self, i: int, leaves: Gradients) -> Iterator[Sent]:
-        """Yield the messages of the backward of micro-batch ``i``."""
         to = Action(Kind.BACKWARD, i, self._n - 1)
         if not self._routes:
             yield to, FlatTree(leaves), None
@@ -118,12 +116,10 @@ class Caller:
         return mains, handed_out if self._terms else []
 
     def presented(self, output: FlatTree) -> tuple[FlatTree, list[Term]]:
-        """Return the output of one micro-batch alone, and its loss terms."""
         [main], terms = self.split([output])
         return main, terms[0] if terms else []
 
     def _by_input(self, x: FlatTree) -> dict[int, FlatTree]:
-        """Return the trees of a micro-batch, by the numbers of the program's inputs."""
         numbers = self._program.inputs
         return dict(zip(numbers, parted(x, len(numbers)), strict=True))
 

@@ -39,8 +39,7 @@ class DividedWeights(ABC):
 def with_values(pairs: Iterable[Pair], *, written: bool) -> list[Pair]:
     """Return the gradients of weights that have values here, where none are averaged.
 
-    Raises:
-        RuntimeError: If autograd would write those of other weights, for which nothing is here.
+    Raises a RuntimeError if others are to be ``written`` by autograd, which have no place here.
     """
     pairs = list(pairs)
     here = [pair for pair in pairs if not pair[0].is_meta]

@@ -71,11 +71,7 @@ Observer = Callable[[Timeline], None]
 class Engine:
     """Runs mini-batches through the stages of a layout, whose layers are on their devices already.
 
-    Args:
-        deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
-        offload_activations: Whether activations wait in the memory of the host for their backward,
-            or how many micro-batches' of each stage at once.
-        ways: Chooses threads or one thread for each mini-batch; None leaves it to the transport.
+    ``ways`` chooses threads or one thread for each mini-batch; None leaves it to the transport.
 
     Attributes:
         step: The number of the training's step, if it is known: equal in all processes.
@@ -132,7 +128,6 @@ class Engine:
 
     @property
     def home(self) -> GradientHome | None:
-        """The home of the stages' gradients; None if they stay in this process."""
         return self._equipment.home
 
     @home.setter
@@ -178,11 +173,9 @@ class Engine:
     ) -> tuple[list[FlatTree], list[list[Term]]]:
         """Run the micro-batches, each joined of the values of the program's inputs.
 
-        ``division`` returns the number of rows of each, if it is known.
-
-        Returns:
-            For each micro-batch its output, joined of the values of the program's outputs, and with
-            ``terms`` the loss terms of its layers in their order; both in the caller's graph.
+        ``division`` returns the number of rows of each, if it is known. Return the output of each
+        micro-batch, joined of the values of the program's outputs, and with ``terms`` the loss
+        terms of its layers in their order; both in the caller's graph.
         """
         equipment = self._equipment
         context = Context.capture(equipment.layout.devices_here)
@@ -218,10 +211,8 @@ class Engine:
 
         ``function`` runs it for a micro-batch and calls :meth:`UserStep.call` of :attr:`code`; it
         uses ``modules``, those of the stages among them, whose hooks see the sums of gradients.
-
-        Returns:
-            The loss, whose backward hands over the gradients, or None if the code skips the batch;
-            and its result for each micro-batch, detached.
+        Return the loss, whose backward hands over the gradients, or None if the code skips the
+        batch; and its result for each micro-batch, detached.
         """
         with self._transport.exclusive():
             self._equipment.unfinished.settle()
@@ -377,10 +368,7 @@ class Engine:
         self.synchronise(other._gathers)
 
     def synchronise(self, gathers: Sequence[Gather]) -> None:
-        """Let batch norms of stages normalise by the rows of all replicas.
-
-        ``gathers`` has, for each worker of this process, what gathers their moments, or is empty.
-        """
+        """Let batch norms normalise by the rows of all replicas, with a gather for each worker."""
         self._gathers = gathers
         for gather, worker in zip(gathers, self.layout.workers_here, strict=False):
             for stage in self.stages:

@@ -4,7 +4,7 @@ Usually they stay: the mini-batch's autograd node passes them to the parameters.
 further away: the average over replicas, a shard of it in each of them, the memory of the host. To
 send them there when all backwards have ended would be to wait for it. The gradients of a stage are
 complete after its last backward, and the last stage's first, while others still have backwards to
-run. So an action of its own, G, hands them to the home, which sends them beside what is left of the
+run. So an action of its own, G, hands them to the home, which sends them beside the rest of the
 schedule, and the node waits for them: a parameter still gets one gradient, in ``backward()``.
 """
 
@@ -19,22 +19,17 @@ from lightning_gpipe.core.run.shared_parameters import Pair
 
 
 class GradientTransfer(ABC):
-    """Sends the gradients of one mini-batch home, and returns what comes back of them."""
+    """Sends the gradients of one mini-batch home, and returns those that come back."""
 
     @abstractmethod
     def send(self, j: int, pairs: list[Pair]) -> list[Pair]:
-        """Take the complete gradients of stage ``j``, and return pairs with no home but ``.grad``.
-
-        Called by the stage's worker.
-        """
+        """Take stage ``j``'s gradients, on its worker; return those with no home but ``.grad``."""
 
     @abstractmethod
     def open(self, outside: Collection[int] = (), factor: Tensor | None = None) -> None:
-        """Let the gradients leave, from now on.
+        """Let the gradients leave, from now on, multiplied by ``factor``.
 
-        Args:
-            outside: The ids of the leaves that get gradients from the caller's code too.
-            factor: A factor of all gradients, by which they are multiplied before.
+        The leaves with ids ``outside`` get gradients from the caller's code too.
         """
 
     @abstractmethod

@@ -52,8 +52,7 @@ class Equipment(NamedTuple):
     Attributes:
         unfinished: Mini-batches whose backward has not run.
         training_flags: Returns the training flags of the stages of all processes.
-        workers_with_visits: The workers whose stages have something on their devices only around
-            its use.
+        workers_with_visits: The workers with something on their device only around its use.
         home: The home of the stages' gradients; None if they stay in this process.
     """
 
@@ -72,7 +71,6 @@ class MiniBatchRun:
     """The part of a mini-batch that both kinds of losses share.
 
     Attributes:
-        context: The caller's thread-local state, as recomputation and backward need it.
         shared: The devices whose generator several workers, or a worker and the caller, draw from.
         flags: The training flags of all modules, once it has begun.
         inline: Whether the caller's thread runs the phase.
@@ -125,7 +123,6 @@ class MiniBatchRun:
         self.flags = self.equipment.training_flags()
 
     def begin_library_watch(self) -> LibraryWatch:
-        """Watch the generators of Python and NumPy until the end of forward."""
         spread = self.equipment.layout.spread
         library = self.agreement.library = self.equipment.library_draws.begin(
             # Steps that end elsewhere are counted apart: those that verify them do not.
@@ -244,7 +241,7 @@ class MiniBatchRun:
                 stage_pass.host.settle()
 
     def finish_forward(self, everywhere: Sequence[nn.Parameter] = ()) -> list[Tensor]:
-        """Check what layers did in forward, and return the leaves that will have gradients.
+        """Check the effects of layers in forward; return the leaves that will have gradients.
 
         ``everywhere`` has parameters of stages of other processes that have values here too.
         """
@@ -286,7 +283,6 @@ class MiniBatchRun:
         return watches
 
     def undo(self) -> None:
-        """Undo what an interrupted run on this thread has left in the modules."""
         for stage in self.equipment.stages:
             if stage not in self.outer:
                 stage.journal.undo()

@@ -58,10 +58,7 @@ class Ties:
     def gradients(
         self, exchange: Exchange, end: Action, by_stage: Sequence[tuple[int, list[Pair]]]
     ) -> list[Pair]:
-        """Send the gradients of parameters whose home is elsewhere, and receive those for here.
-
-        Return the gradients of leaves that are here, in the order of the stages.
-        """
+        """Send gradients to other homes; return those for here, in the order of the stages."""
         if not self._ties:
             return [pair for _, pairs in by_stage for pair in pairs]
         away = {id(t.parameter) for t in self._ties if t.home == CALLER or t.home not in self._here}

@@ -69,28 +69,17 @@ def modules_in(partition: Partition) -> tuple[nn.Module, ...]:
 class Stage:
     """A partition and the device on which it works.
 
-    Args:
-        layout: The layout.
-        j: The index of the stage.
-        deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
-        offloads: The number of micro-batches whose activations wait in the memory of the host at
-            once; inf for all.
-
     Attributes:
         last: Whether its outputs are the caller's.
-        arriving: The routes of skip tensors from other stages.
-        leaving: The routes of skip tensors to other stages.
         skip_bytes: The bytes of skip tensors that leave, in the latest micro-batch.
         followed: The slots of parameters whose home is another device.
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
         divided: Gathers its weights from replicas, if each keeps a share of them.
+        offloads: The number of micro-batches whose activations wait on the host at once, or inf.
         has_visits: Whether weights or activations are on its device only around their use.
         in_backward: Whether its modules have the copies of a backward that runs.
-        modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
-        skips: Whether a module stashes or pops skip tensors.
         state: The state of the modules that forward may change, and the known changes.
-        splits: The splits of its graphs' backwards.
         watches: Watches for layers that mix rows, in the first mini-batches of a call signature.
         titled: The layers with their names in errors, such as ``layer 3 (Linear)``.
         gather: Gathers moments of its batch norms in all replicas; None if each has its own.
@@ -174,7 +163,6 @@ class Stage:
         )
 
     def statistics(self) -> DeferredStatistics | None:
-        """Return a collection for statistics of one mini-batch, if batch norms defer them."""
         return DeferredStatistics.of(self._norms, self.gather) if self._norms else None
 
     @property
@@ -191,7 +179,6 @@ class Stage:
         return bytes(map(_TRAINING, self.modules))
 
     def training_as(self, flags: bytes) -> Manager:
-        """Set the training flags of the modules for the duration of a ``with`` block."""
         return self.journal.changed(
             (Attributes(module), "training", bool(training))
             for module, training in zip(self.modules, flags, strict=True)

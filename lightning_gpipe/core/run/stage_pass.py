@@ -66,15 +66,11 @@ class StagePass:
         work: The work of the stage on each micro-batch that has no other one.
         context: The caller's thread-local state in forward.
         recomputed: The micro-batches whose activations are dropped.
-        shadows: The shadows of the parameters, which collect the gradients.
-        used_leaves: Records which leaves took part.
         watch: Notices layers that mix rows; None in most mini-batches.
         split: Whether backward leaves the gradients of the weights to an action of their own.
 
     Attributes:
         works: The work on each micro-batch, once the caller has sent its inputs.
-        statistics: The statistics of the stage's batch norms, if they are deferred.
-        lost_gradients: Watches for gradients that do not come through the outputs.
         transfer: Sends complete gradients home; None if they stay here.
         host: Its tensors on the host or in other replicas; None if there are none.
     """
@@ -157,7 +153,6 @@ class StagePass:
         return sent(outputs, self.stage.partition.index, work.leaving)
 
     def recompute(self, i: int) -> None:
-        """Run the forward of micro-batch ``i`` again, to build its graph."""
         if i in self._activations:  # else nothing in it requires a gradient
             self._context.variables.copy().run(self._repeat, i)
 
@@ -211,7 +206,6 @@ class StagePass:
         return self._backward.kept_for_weights(i)
 
     def send_gradients(self) -> None:
-        """Send the gradients of the parameters home, after the last backward."""
         weights = None if self.host is None else self.host.weights
         if self.transfer is None and weights is None:
             return
@@ -307,7 +301,6 @@ class StagePass:
     def _run(
         self, i: int, inputs: FlatTree, behavior: Behavior, *, first: bool, hooks: Manager = NOTHING
     ) -> FlatTree:
-        """Run the layers; return the outputs, joined with those that leave by routes."""
         stage, work = self.stage, self.works[i]
         marked = self._marked and not work.from_caller
         guard = MutationGuard(behavior, inputs.leaves, marked=marked)
@@ -335,7 +328,6 @@ class StagePass:
         return outputs
 
     def _around(self, i: int, terms: list[Term], hooks: Manager, *, first: bool) -> Manager:
-        """Return the context managers that the layers need."""
         draws = self.randomness.drawing(i) if first else self.randomness.replaying(i)
         managers = [hooks, *draws]
         if not self.shadows.in_place:

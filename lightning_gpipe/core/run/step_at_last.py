@@ -36,7 +36,6 @@ class StepAtLast:
     Attributes:
         here: Whether the code goes on after its call.
         kinds: The kinds of the caller's actions in this process, with a loss for each micro-batch.
-        called: Whether the code has called the pipeline.
         told: Whether other processes than those of both ends are told of its present call.
         before_answer: Called before processes compute something together.
         zero: A zero whose backward runs that of the stages here, once the code has ended.
@@ -61,11 +60,7 @@ class StepAtLast:
     def outputs(
         self, minibatch: MiniBatch, inputs: Sequence[FlatTree], outputs: Sequence[FlatTree]
     ) -> list[FlatTree]:
-        """Return the outputs of a mini-batch in the caller's graph.
-
-        Raises:
-            OutputElsewhere: If another process gets them.
-        """
+        """Return outputs in the caller's graph; raise OutputElsewhere if they go elsewhere."""
         if self.here:
             attached = attach(minibatch, inputs, outputs)
             leaves = (leaf for output in attached for leaf in output.leaves)

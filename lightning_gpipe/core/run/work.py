@@ -1,8 +1,8 @@
 """The work of a stage on a micro-batch: the steps of its part of a program.
 
 Its inputs come with the micro-batch and by routes, and its outputs leave likewise. A route carries
-values of the program, or a skip tensor, which the layers themselves take out of a table and put
-into it.
+values of the program, or a skip tensor, which the layers themselves pop from a table
+and stash in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Work:
         arriving: All routes to the stage, in the order of what arrives.
         leaving: All routes from it, in the order of what leaves; loss terms last.
         from_caller: Whether a route comes from the caller.
-        terms: Whether the layers hand out loss terms, which leave by a route too.
         signature: Equal for work that makes the same calls.
     """
 
@@ -47,12 +46,9 @@ class Work:
     def run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
         """Run the stage's layers on one micro-batch.
 
-        Args:
-            arrived: The value that came with the micro-batch, then the value of each route.
-            guard: Notices edits in place of these values, after each step.
-
-        Returns:
-            The value that goes on with the micro-batch, then that of each route; no loss terms.
+        ``arrived`` is the value that came with the micro-batch, then the value of each route;
+        ``guard`` notices edits in place of these, after each step. Return likewise the values that
+        leave; no loss terms.
         """
         if not self._skips:
             outputs = self._run(arrived, guard)
@@ -108,6 +104,5 @@ def _numbered(numbers: Sequence[int], way: Any) -> Iterable[tuple[int, Any]]:
 
 
 def _add_step(error: BaseException, step: Step | None) -> None:
-    """Add a note with the line of the user's code that called the step."""
     if step is not None and step.line:
         add_note(error, f"raised in {step.title}, called in {step.line}")

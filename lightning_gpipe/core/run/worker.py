@@ -61,20 +61,13 @@ class WorkerTask(RowTask):
     """A worker's row of one phase.
 
     Args:
-        w: The index of the worker.
-        device: Its device.
         passes: The mini-batch's pass through each of its stages, by the index of the stage.
         streams: The caller's streams, on which its layers compute.
-        exchange: Sends its results, and receives its inputs.
         context: The caller's thread-local state, to run in.
-        timeline: Records its actions.
         forward: The thread-local state of forwards, if they have one of their own.
         told: Whether the caller of this process says when it has prepared a micro-batch, whose
             input may come from another process before.
         here: Whether the thread that performs it has this state and these streams already.
-
-    Attributes:
-        using: Held while it uses the modules of its stages.
     """
 
     def __init__(
@@ -144,7 +137,6 @@ class WorkerTask(RowTask):
             stage_pass.stage.journal.abandon()
 
     def _pass_on(self, action: Action) -> None:
-        """Receive the inputs of the action, run it, and send its result."""
         exchange = self._exchange
         stage_pass = self._passes[action.j]
         run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
@@ -186,7 +178,6 @@ class WorkerTask(RowTask):
             self._record((self._w, action, start, self._now()))
 
     def _send_gradients(self, action: Action) -> None:
-        """Send the gradients of a stage home, for which no other stage waits."""
         start = self._now()
         self._passes[action.j].send_gradients()
         self._record((self._w, action, start, self._now()))

@@ -26,12 +26,8 @@ from lightning_gpipe.core.run.backward.roots import leaves_behind, root_of
 class UsedLeaves:
     """The leaves that took part in one mini-batch; used from several threads.
 
-    Args:
-        shadows: The shadows of each stage.
-        spread: Whether other processes have stages too, which know of no captured tensor.
-
-    Attributes:
-        searching: Whether the graphs of all micro-batches are searched.
+    If the pipeline is ``spread``, other processes have stages too, which know of no captured
+    tensor. While ``searching``, the graphs of all micro-batches are searched.
     """
 
     def __init__(self, shadows: Sequence[Shadows], *, spread: bool = False) -> None:

@@ -142,7 +142,7 @@ def graph_behind(
 ) -> tuple[list[Tensor], list[Any]]:
     """Return the leaves that backward from ``roots`` would reach, and the nodes on the way.
 
-    Without the node ``until``, and what is behind it alone.
+    Without the node ``until``, and the nodes behind it alone.
     """
     leaves: list[Tensor] = []
     nodes: list[Any] = []

@@ -167,7 +167,6 @@ class _Search:
         return any(getattr(tensor, "unpack_hook", None) is not None for tensor in saved)
 
     def _parts(self, late: set[int]) -> Iterator[GraphPart]:
-        """Yield the parts, beginning next to the outputs."""
         inner = ~_set(self._leaves)
         groups: list[tuple[int, list[int]]] = []  # nodes, and the exits from which they are reached
         for k in sorted(late):

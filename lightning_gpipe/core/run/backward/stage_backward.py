@@ -107,14 +107,12 @@ class StageBackward:
             raise
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
-        """Return the tensors that are held for W of micro-batch ``i``."""
         return list(self._pending[i].kept()) if i in self._pending else []
 
     def clear(self) -> None:
         self._pending.clear()
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the captured leaves with their gradients, and drop them here."""
         pairs = list(self._gradients.values())
         self._gradients.clear()
         return pairs

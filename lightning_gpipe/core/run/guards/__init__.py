@@ -1,1 +1,1 @@
-"""Notices what layers and users do that a pipeline cannot compute as the plain module does."""
+"""Guards against code of layers and users that a pipeline cannot run as the plain module does."""

@@ -139,10 +139,9 @@ class UnfinishedMiniBatches:
         return any(minibatch() is not None for minibatch, _ in self._forwards)
 
     def settle(self) -> None:
-        """Let gradients raise that arrive, or have arrived, in mini-batches that are gone.
+        """Let gradients raise that arrive in mini-batches that are gone.
 
-        Raises:
-            RuntimeError: If one has arrived there, or in the latest mini-batch.
+        Raises a RuntimeError if one has arrived there, or in the latest mini-batch.
         """
         if not self._forwards:
             return

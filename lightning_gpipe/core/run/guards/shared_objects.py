@@ -37,7 +37,7 @@ class _Shared(NamedTuple):
 class SideChannels:
     """Compares objects that modules of several stages hold, in the first mini-batches.
 
-    Partitions of other processes have copies of what is shared.
+    Partitions of other processes have copies of the shared objects.
     """
 
     def __init__(self, partitions: Sequence[Partition]) -> None:

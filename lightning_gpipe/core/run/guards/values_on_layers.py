@@ -51,7 +51,6 @@ class ValuesOnLayers:
         self._first: dict[str, list[Any]] = {}  # the values for micro-batch 0
 
     def begin(self) -> None:
-        """Look at the layers before the code runs for micro-batch 0."""
         self._searches += 1
         if self._searches <= _SEARCHES:
             self._before = {name: _values(place) for name, place in self._all()}
@@ -63,9 +62,7 @@ class ValuesOnLayers:
         """Return the tensors that the code for micro-batch ``i`` has left to layers at its call.
 
         ``before`` are the context variables before the code, ``variables`` those at its call.
-
-        Raises:
-            RuntimeError: If they have other values than those for micro-batch 0.
+        Raises a RuntimeError if values differ from those for micro-batch 0.
         """
         if not i:
             self._find_places()
@@ -113,7 +110,6 @@ class ValuesOnLayers:
         self._before, self._held, self._first, self._variables = {}, [], {}, set()
 
     def _find_places(self) -> None:
-        """Record the places whose values the code has changed."""
         for name, place in self._all() if self._before else ():
             if list(map(id, _values(place))) != list(map(id, self._before.get(name, ()))):
                 self._places[name] = place
@@ -146,7 +142,6 @@ class ValuesOnLayers:
                 yield from layer.named_modules(prefix=title)
 
     def _modules(self) -> Iterator[_Slots]:
-        """Yield the attributes and the buffers of each module, with its name."""
         for path, module in self._named_modules():
             yield path, vars(module)
             yield path, module._buffers

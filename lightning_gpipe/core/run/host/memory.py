@@ -13,10 +13,7 @@ from lightning_gpipe.core.run.stage import Stage
 
 
 class HostMemory:
-    """The part of one pass through a stage that is on its device only around its use.
-
-    Weights may be on the host or divided among replicas; activations wait on the host.
-    """
+    """The part of one pass that is on its device only around its use: weights and activations."""
 
     weights: VisitingWeights | None = None
 

@@ -27,7 +27,6 @@ class SideCopies:
 
     @property
     def latest(self) -> torch.cuda.Event:
-        """The event after the copies that began last."""
         return self._under_way[-1]
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""Moves what the stages of a worker have elsewhere, when its row needs it."""
+"""Moves weights and activations of a worker to its device and back, by its row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_gpipe.core.schedules import (
 
 
 class HostTraffic:
-    """Moves what the stages of one worker have on the host or in other replicas, by its row.
+    """Moves tensors of one worker's stages from the host or other replicas and back, by its row.
 
     ``row`` is the row of all phases that will run, ``phase`` that of the present one.
     """
@@ -39,7 +39,7 @@ class HostTraffic:
                 self._weight_moves = weight_moves_at_once(phase)
 
     def before(self, action: Action) -> None:
-        """Begin to move what the action and those after it need, and wait for the former."""
+        """Begin to move tensors for the action and those after it, and wait for the former."""
         if moves := self._weight_moves.get(action):
             for j in moves.loads:
                 self._weights[j].load()
@@ -52,7 +52,7 @@ class HostTraffic:
             activations.await_values(action.i)
 
     def after(self, action: Action) -> None:
-        """Let go of what is not needed soon."""
+        """Let tensors leave the device that are not needed soon."""
         if action in self._leaving:
             self._passes[action.j].leave(action.i)
         if moves := self._weight_moves.get(action):

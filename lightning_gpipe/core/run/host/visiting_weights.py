@@ -44,8 +44,7 @@ class _SavedParts(NamedTuple):
 class VisitingWeights(ABC):
     """The weights of one stage in one mini-batch, some of which come and go.
 
-    The shadows of weights that come have no values yet. ``loaded`` is True if they have come, or
-    are about to.
+    The shadows of these have no values yet. ``loaded`` is True once they are about to come.
     """
 
     def __init__(self, stage: Stage, shadows: Shadows) -> None:
@@ -75,7 +74,7 @@ class VisitingWeights(ABC):
         self._weight_of = {memory_of(part.copy): k for k, part in enumerate(self._parts)}
 
     def await_values(self) -> None:
-        """Let what the device computes from now on wait for the weights."""
+        """Let the device wait for the weights before it computes more."""
         if self._wait is not None:
             self._wait()
             self._wait = None
@@ -83,7 +82,7 @@ class VisitingWeights(ABC):
                 self._before = self._checksums()
 
     def drop(self) -> None:
-        """Give the memory back; what the device computes until now still finds the weights."""
+        """Give the memory back; computation that is queued by now still finds the weights."""
         if self._examined:
             self._left.append((self._before, self._checksums()))
         self.loaded, self._weight_of = False, {}
@@ -112,7 +111,7 @@ class VisitingWeights(ABC):
         return partial(self._pack, pack), partial(self._unpack, unpack)
 
     def bring_home(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Begin to bring the gradients of weights to where these are at home, if that is here."""
+        """Begin to bring the gradients of weights to the home of these, if that is here."""
         return list(pairs)
 
     @abstractmethod

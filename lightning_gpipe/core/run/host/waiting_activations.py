@@ -5,7 +5,7 @@ autograd has saved. They leave when the micro-batch's forward has ended, so that
 place until then, and come back as new tensors, while the action before theirs is at work.
 
 Tensors that somebody else holds too stay, such as a weight, a constant of a layer, the input of the
-next stage, or what a hook of the user's has kept: to copy them would give nothing back. So do small
+next stage, or one held by a hook of the user's: to copy them would give nothing back. So do small
 ones.
 """
 
@@ -160,7 +160,6 @@ class _Kept:
 
     @property
     def edited(self) -> bool:
-        """True if the tensor was edited in place before it left."""
         return self.memory is None and self.tensor._version != self._version
 
     @property

@@ -52,7 +52,6 @@ class Coroutine:
 
     @property
     def current(self) -> bool:
-        """True if the calling code runs in it."""
         return self._module.getcurrent() is self._greenlet
 
     def resume(self, value: Any = None) -> Any:

@@ -34,10 +34,9 @@ LOSS_WEIGHT = "loss_weight"  # in a dict that the caller's code returns, beside 
 
 
 class Total(NamedTuple):
-    """The loss of a mini-batch.
+    """The loss of a mini-batch, in no graph.
 
     Attributes:
-        value: The loss, in no graph.
         seed: The gradient of all backwards.
         scale: The seed for the sum of the weights, had it been known.
         estimated: Whether seed and scale differ.
@@ -59,12 +58,10 @@ class Total(NamedTuple):
 
 
 class Losses:
-    """The losses of one mini-batch.
+    """The losses of one mini-batch, of ``m`` micro-batches.
 
-    Args:
-        m: The number of micro-batches.
-        rows: The number of rows of each; None if that is not known.
-        scale: The factor of the gradients, as of a gradient scaler; a float or a 0-dim tensor.
+    ``rows`` are None if they are not known. ``scale`` is the factor of the gradients, as of a
+    gradient scaler; a float or a 0-dim tensor.
     """
 
     def __init__(self, m: int, rows: Sequence[int] | None, scale: float | Tensor = 1.0) -> None:
@@ -131,7 +128,6 @@ class Losses:
 
     @property
     def complete(self) -> bool:
-        """True once each micro-batch has a loss, or is skipped."""
         return len(self._losses) + len(self._skipped) == self._m
 
     @property
@@ -173,9 +169,8 @@ class Losses:
 def loss_and_weight(result: Any) -> tuple[Tensor | None, Any]:
     """Return the loss and the unchecked weight in a result of the caller's code, or None for each.
 
-    Raises:
-        TypeError: If the result has no loss, and is not None.
-        RuntimeError: If the loss has several elements.
+    Raises a TypeError if the result has no loss and is not None, and a RuntimeError if the loss has
+    several elements.
     """
     if result is None:
         return None, None
@@ -211,13 +206,10 @@ def _beside(loss: Tensor, number: float | Tensor) -> Tensor:
 def with_known_gradients(
     value: Tensor, pairs: Sequence[Pair], seed: Tensor, streams: Streams
 ) -> Tensor:
-    """Return a loss in the caller's graph whose backward hands over known gradients.
+    """Return a loss with a ``value`` whose backward hands over known gradients.
 
-    Args:
-        value: The loss, in no graph.
-        pairs: The leaves, each once, with their gradients, which will be edited.
-        seed: The gradient of the loss for which these are right; others are proportional.
-        streams: The streams on which they were computed.
+    The ``pairs`` have each leaf once; their gradients will be edited. They are right for ``seed``
+    as the gradient of the loss, and proportional to it.
     """
     if not pairs:  # all are in other processes, or code that nn.Module does not know has them
         pairs = [(torch.zeros((), requires_grad=True), torch.zeros(()))]

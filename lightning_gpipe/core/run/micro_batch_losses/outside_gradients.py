@@ -29,10 +29,7 @@ Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
 
 
 class OutsideGradients:
-    """The gradients of one mini-batch that do not come from stages.
-
-    ``modules`` are those of the stages and around them.
-    """
+    """The gradients of one mini-batch that do not come from stages."""
 
     def __init__(self, modules: Iterable[nn.Module], journal: Journal) -> None:
         journal.reset()  # changes that an interrupted mini-batch left
@@ -52,7 +49,6 @@ class OutsideGradients:
         )
 
     def undo(self) -> None:
-        """Undo what an interrupted ``with`` block has left."""
         self._journal.undo()
 
     def backward(
@@ -65,11 +61,8 @@ class OutsideGradients:
     ) -> None:
         """Run backward through the caller's graph of one micro-batch.
 
-        Args:
-            roots: The roots.
-            gradients: The gradients of the roots.
-            end: A leaf that backward must reach, and the node before it.
-            keep: Tells from the nodes of the graph whether another backward needs it.
+        ``end`` is a leaf that backward must reach, and the node before it. ``keep`` tells from the
+        nodes of the graph whether another backward needs it.
         """
         anchor, node = end or (None, None)
         leaves, nodes = graph_behind(roots, until=node)
@@ -112,7 +105,6 @@ class OutsideGradients:
         return [leaf for leaf, _ in self._shadows.values()]
 
     def take_gradients(self) -> list[Pair]:
-        """Return the leaves with the sums of their gradients, and drop these here."""
         shadows, self._shadows = self._shadows, {}
         pairs = ((leaf, shadow.grad) for leaf, shadow in shadows.values())
         return [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]

@@ -112,7 +112,7 @@ class StepMiniBatch(MiniBatchRun):
     def _outside_gradients(self) -> list[Pair]:
         """Return the gradients that do not come from stages, with parameters for shadows.
 
-        The code meets shadows in the graphs of what layers have kept.
+        The code meets shadows in the graphs of tensors that layers have kept.
         """
         pairs = self._outside.take_gradients()
         for stage_pass in self.passes:
@@ -138,7 +138,6 @@ class StepMiniBatch(MiniBatchRun):
         self.transfer.open(ids, self._total.correction)
 
     def _run_step(self, generators: SharedGenerators | None) -> None:
-        """Run the phase, with private generators in the place of shared ones if any."""
         state = ThreadState.capture()
         code = self._code
         if generators is not None:

@@ -105,8 +105,7 @@ class UserStep:
         watched: Makes context managers around it, which record its draws.
         running: The micro-batch for which it runs now; None while it is suspended.
         undisturbed: A ``with`` block in which no worker uses the modules.
-        exchange: The exchange of the phase, while it is open.
-        answers: Numbers what processes compute together while it is.
+        answers: Numbers what processes compute together in the exchange.
         trained: The parameters of the stages that have gradients.
     """
 
@@ -270,7 +269,6 @@ class UserStep:
         return result
 
     def _end(self, i: int, result: Any) -> Any:
-        """Return the result of a micro-batch, whose code has ended, without its graph."""
         assert self._coroutines[i].ended, "a second call raises in the code"
         return map_tensors(Tensor.detach, result)
 

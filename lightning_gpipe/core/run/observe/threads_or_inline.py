@@ -91,10 +91,8 @@ class RunTimes(NamedTuple):
 class Execution(NamedTuple):
     """The way in which a mini-batch runs.
 
-    Attributes:
-        computed: Gets the seconds of processor time that each worker's thread takes in each phase.
-        inline: True if one thread runs all workers.
-        timed: The context manager around each phase.
+    ``computed`` gets the seconds of processor time that each worker's thread takes in each phase;
+    ``timed`` is the context manager around each phase.
     """
 
     computed: list[float]
@@ -120,7 +118,6 @@ class ThreadsOrInline:
 
         Args:
             kind: Equal for mini-batches that take about as long.
-            phases: The number of its phases.
             pairs: The number of stages times that of micro-batches.
             work: The least number of multiplications of a micro-batch on a stage.
         """
@@ -143,14 +140,9 @@ class ThreadsOrInline:
 class RunnerComparison:
     """Runs mini-batches of one kind both ways, until the faster one is known.
 
-    Args:
-        pairs: The number of stages times that of micro-batches; 0 where the processor's time does
-            not tell how long one thread would take.
-        first: The way of the first mini-batch.
-        bounds: When the comparison is over.
-
-    Attributes:
-        times: The measured times, if the comparison has ended once.
+    ``pairs`` is the number of stages times that of micro-batches; 0 where the processor's time does
+    not tell how long one thread would take. ``first`` is the way of the first mini-batch. ``times``
+    are measured once the comparison has ended.
     """
 
     def __init__(
