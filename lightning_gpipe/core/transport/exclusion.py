@@ -87,7 +87,6 @@ class Exclusion:
         self._before = before
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a ``with`` block that one thread at a time can be in."""
         if not self._turns:
             # Not by the constructor: a copy is made while its layers are being copied.
             self._turns = tuple(_REGISTRY.turns_of(*self._layouts))

@@ -59,9 +59,8 @@ TOLD = 2  # processes between the first stage and the last are told of a call of
 class Label(NamedTuple):
     """A phase of a mini-batch and its mode, the same in all processes.
 
-    Attributes:
-        training: The number of modules in training mode, shifted left by 32 bits, and a checksum of
-            which ones.
+    ``training`` is the number of modules in training mode, shifted left by 32 bits, and a checksum
+    of which ones.
     """
 
     pipeline: int = 0  # among those over these processes
@@ -79,9 +78,8 @@ class Label(NamedTuple):
 class Exchange(ABC):
     """Sends and receives the values of one phase of one mini-batch.
 
-    Attributes:
-        heard: The bits that other processes have signalled.
-        cancelled: True if :meth:`check` raises. Reading it before each action costs nothing.
+    ``heard`` are the bits that other processes have signalled. ``cancelled`` is True if
+    :meth:`check` raises; reading it before each action costs nothing.
     """
 
     phase: Schedule
@@ -104,9 +102,7 @@ class Exchange(ABC):
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
         """Wait for the value that ``at`` needs, and return it on the device of ``at``.
 
-        Raises:
-            RunCancelled: If the run was cancelled.
-            RuntimeError: If the run ended without sending it.
+        Raises RunCancelled, or a RuntimeError if the run ended without sending it.
         """
 
     def receive_end(self) -> None:
@@ -170,8 +166,7 @@ class Transport(ABC):
     def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
         """Run a task for each worker, in order, and one of the calling thread if there is one.
 
-        Raises:
-            BaseException: The error of the first worker to fail; the others are stopped.
+        Raises the error of the first worker to fail; the others are stopped.
         """
 
     @property

@@ -29,10 +29,9 @@ _JOIN = 5.0  # seconds
 
 
 class Heartbeat:
-    """Sends beats, and reports the processes that are silent.
+    """Sends beats to the neighbours, and reports those that are silent.
 
     Args:
-        ranks: The neighbours.
         lost_after: How long a process may be silent.
         start: How many times as long it may be before it is heard for the first time.
         on_silent: Called with the ranks of those that are lost, once for each.
@@ -78,7 +77,6 @@ class Heartbeat:
             thread.join(_JOIN)
 
     def reset(self, rank: int) -> None:
-        """Record that a process is alive."""
         if rank in self._allowed:
             self._missed[rank] = 0.0
             self._allowed[rank] = self.limit
@@ -88,7 +86,7 @@ class Heartbeat:
         self._allowed[rank] = None
 
     def hears(self, rank: int) -> bool:
-        """Return True if a process was heard a moment ago, and is expected to be heard again."""
+        """Return True if a process was heard recently, and is expected to be heard again."""
         return self._allowed.get(rank) == self.limit and self._missed[rank] < _SPARE
 
     def _run(self, stop: threading.Event) -> None:

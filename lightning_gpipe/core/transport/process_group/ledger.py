@@ -118,8 +118,7 @@ class Ledger:
     def fail(self, *, running: bool) -> tuple[int, bool]:
         """Record that this process has failed; the next exchange is the first of another count.
 
-        Returns:
-            The number of the exchange that fails, and whether it did already in another process.
+        Return the number of the exchange that fails, and whether it did already in another process.
         """
         self.begun += not running  # between two the next one fails, since others can end this one
         serial, known = self.serial, self.failure is not None
@@ -160,7 +159,6 @@ class Ledger:
         self._closed_by[rank] = times, serial
 
     def end(self) -> None:
-        """Record that this process ends: it sends nothing more until it starts again."""
         self.ends += 1
 
     def record_end(self, rank: int, times: int) -> bool:

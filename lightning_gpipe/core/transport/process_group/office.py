@@ -43,10 +43,7 @@ START = 10  # times as long until the first heartbeat: a process may still load 
 
 
 class Recipient(Protocol):
-    """An exchange, which takes values from processes, and ends when one has failed.
-
-    ``purpose`` says what a process in it waits for.
-    """
+    """An exchange, which takes values from processes, and ends when one has failed."""
 
     purpose: str
 

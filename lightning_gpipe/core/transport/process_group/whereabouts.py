@@ -55,7 +55,7 @@ class Whereabouts:
 
     Attributes:
         line: The line of the user's code that runs; empty if there is none.
-        purpose: What the process waits for; empty if it does not wait for others.
+        purpose: The thing that the process waits for; empty if it does not wait for others.
         group: The group whose operation this is; empty if it is an unknown one.
         number: The number of the operation in its group.
         ranks: The global ranks of the group, see :func:`ranges_of`.
@@ -94,7 +94,6 @@ class OwnWhereabouts:
 
     @contextmanager
     def within(self, group: str, number: int, ranks: Sequence[int], purpose: str) -> Iterator[None]:
-        """A ``with`` block that is an operation of a group."""
         self.begin(group, number, ranks, purpose)
         try:
             yield
@@ -116,11 +115,9 @@ class OwnWhereabouts:
         self._present = [*self._present, present]
 
     def end(self, group: str) -> None:
-        """End the operation of a group, if there is one."""
         self._present = [each for each in self._present if each.group != group]
 
     def now(self) -> Whereabouts:
-        """Return the present operation of this process."""
         frame = frames_of_threads().get(threading.main_thread().ident or 0)
         present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
         return replace(present, line=users_line(frame), begun={**self._begun})

@@ -57,8 +57,7 @@ def connecting_on_demand() -> Iterator[None]:
 def choose_interface(main_address: str) -> None:
     """Let Gloo use the interface that leads to the first machine, unless the user has chosen one.
 
-    Raises:
-        RuntimeError: If there is none, or more than one.
+    Raises a RuntimeError if there is none, or more than one.
     """
     if _VARIABLE in os.environ:
         return
@@ -82,10 +81,8 @@ def choose_interface(main_address: str) -> None:
 def own_addresses(other: str) -> list[str]:
     """Return the address by which machines that reach ``other`` reach this one, or all candidates.
 
-    ``other`` is the name or the address of a machine that all reach, which may be this one.
-
-    Raises:
-        OSError: If no interface leads to ``other``.
+    ``other`` is the name or the address of a machine that all reach, which may be this one. Raises
+    an OSError if no interface leads to it.
     """
     family, kind, _, _, address = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

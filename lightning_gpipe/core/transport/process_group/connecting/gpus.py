@@ -30,7 +30,7 @@ class Gpu(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> Gpu | None:
-        """Return the GPU that a device is, or None if it is none that NCCL connects."""
+        """Return the GPU of a device, or None if NCCL does not connect it."""
         if device.type != "cuda":
             return None
         number = torch.cuda.current_device() if device.index is None else device.index

@@ -104,10 +104,7 @@ def connect(
     pipelines: Sequence[str],
     devices: Mapping[int, torch.device] | None = None,
 ) -> Connection:
-    """Connect the processes of a group, all at once; see :func:`join_processes`.
-
-    ``devices`` are those of the workers of this process, by their numbers.
-    """
+    """Connect the processes of a group, all at once; see :func:`join_processes`."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     peers = Peers(dist.group.WORLD, tuple(ranks), lost_after or _LOST_AFTER)
     latest = SharedOffice.enter_latest(peers)
@@ -145,8 +142,7 @@ class Lifeline:
     def end_step(self) -> list[str]:
         """Count a step that all processes have in common; return the requests to fulfil after it.
 
-        Raises:
-            RankFailed: If that cannot be known, since another process has failed.
+        Raises RankFailed if that cannot be known, since another process has failed.
         """
         self._requests.end_step()
         while True:
@@ -173,7 +169,6 @@ class Lifeline:
         self._office.on_lost_wait(act)
 
     def close(self) -> None:
-        """Close the connection; a process that ends after this has not failed."""
         self._connection.close()
 
 

@@ -21,10 +21,8 @@ _POLL = 0.2  # seconds
 def resolve(host: str, timeout: timedelta) -> list[str]:
     """Return the addresses of the first machine, IPv4 before IPv6.
 
-    Ask for ``timeout``: the name of a container may become known later.
-
-    Raises:
-        RuntimeError: If the name is still unknown then.
+    Ask for ``timeout``, as the name of a container may become known later; then raise a
+    RuntimeError.
     """
     message = (
         "the first machine must have an address: nobody knows that of "
@@ -50,10 +48,7 @@ def listen(host: str, port: int, timeout: timedelta) -> socket.socket | None:
 
     ``host`` is the name or the address by which others reach this machine. The result is None if it
     does not say at which address the others come, since it is that of a gateway, or leads to a
-    loopback address on this machine only.
-
-    Raises:
-        RuntimeError: If another program listens there.
+    loopback address on this machine only. Raises a RuntimeError if another program listens there.
     """
     addresses = resolve(host, timeout)
     if is_loopback(addresses[0]) and host not in ("localhost", *addresses):
@@ -71,11 +66,7 @@ def listen(host: str, port: int, timeout: timedelta) -> socket.socket | None:
 
 
 def wait_for_server(host: str, port: int, timeout: timedelta) -> None:
-    """Wait until something listens at an address.
-
-    Raises:
-        RuntimeError: If nothing does in time.
-    """
+    """Wait until something listens at an address; raise a RuntimeError if nothing does in time."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:

@@ -48,16 +48,12 @@ def store_barrier(
     process group does, and not name the missing.
 
     Args:
-        store: The store that all of them read and write.
         ranks: The global ranks of the processes.
         rank: The number of this process among them.
-        timeout: How long to wait for the others.
+        timeout: How long to wait for the others; then a RuntimeError names the missing.
         purpose: The reason for the barrier, for the message.
         offer: The name that this process offers, if any.
         check: Raises if there is no use in waiting any more.
-
-    Raises:
-        RuntimeError: If some have not come by then.
     """
     place = "_".join(f"{first}-{last}" for first, last in ranges_of(ranks))
     members = Members(SignedStore(PrefixStore(place, store)), Tree(len(ranks)), rank, offer)
@@ -80,10 +76,8 @@ def store_barrier(
 class Arrival(NamedTuple):
     """A process that has come to its parent, and those below it.
 
-    Attributes:
-        ticket: A name that it has drawn for this time.
-        offer: The name that all of them offer, if any.
-        missing: The numbers of those that have not come, with commas between.
+    ``ticket`` is a name that it has drawn for this time; ``missing`` has the numbers of those that
+    have not come, with commas between.
     """
 
     ticket: str
@@ -144,8 +138,7 @@ class Members:
 def call_with_timeout(timeout: timedelta, function: Callable[[], T], message: str) -> T:
     """Call ``function`` on another thread and return its result, or raise its error.
 
-    Raises:
-        RuntimeError: If it does not return in time; the error begins with ``message``.
+    After ``timeout`` it raises a RuntimeError that begins with ``message``.
     """
     outcome: Future[T] = Future()
 

@@ -86,7 +86,6 @@ class SharedOffice:
         return len(self.pipelines) - len(pipelines)
 
     def leave(self) -> None:
-        """Leave the office, which ends with its last user."""
         self._users -= 1
         if not self._users:
             self.office.leave()
@@ -105,10 +104,8 @@ def _spread_loss(world: ProcessGroup | None, ranks: Sequence[int], how: str) -> 
 class Connection:
     """Connects the processes of one pipeline, or of several that are made together.
 
-    Attributes:
-        pipelines: The names of all pipelines over these processes, by their numbers.
-        first: The number of the first of its own.
-        gpus: The GPUs of their workers, if tensors go straight between them.
+    ``pipelines`` are the names of all pipelines over these processes; its own begin with number
+    ``first``. ``gpus`` are those of their workers, if tensors go straight between them.
     """
 
     def __init__(self, shared: SharedOffice, pipelines: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Channels between GPUs of two processes: tensors go straight from one to the other.
 
-Gloo sends what is in the memory of a host, so a tensor of a GPU would be copied there and, in the
+Gloo sends from the memory of a host, so a tensor of a GPU would be copied there and, in the
 other process, back, and the first copy waits until the GPU has computed it. NCCL sends from GPU to
 GPU, on a stream, but its receiver must know what comes, and occupies the GPU until it does.
 
@@ -85,7 +85,7 @@ class Channel:
         return self._last is None or bool(self._last.is_completed())
 
     def send(self, contents: Sequence[Tensor]) -> None:
-        """Send after what the current stream has queued so far."""
+        """Send after the work that the current stream has queued so far."""
         self._release()
         stream = torch.cuda.current_stream(self._device)
         for content in contents:
@@ -106,7 +106,7 @@ class Channel:
             return stored, self._stream.record_event()
 
     def settle(self) -> None:
-        """Let the streams that made what was sent wait until it may be changed, or freed."""
+        """Let the streams that made sent tensors wait until these may be changed, or freed."""
         with self._lock:
             sends, self._sends = self._sends, deque()
         for send in sends:
@@ -116,7 +116,7 @@ class Channel:
         self._communicator.abort()
 
     def _release(self) -> None:
-        """Free what has been sent: in a long phase it would be the memory of all micro-batches."""
+        """Free sent tensors: in a long phase they would be those of all micro-batches."""
         with self._lock:
             while self._sends and self._sends[0].work.is_completed():
                 self._sends.popleft()
@@ -136,8 +136,7 @@ class Channels:
     def send(self, rank: int, gpus: GpuPair, contents: Sequence[Tensor]) -> None:
         """Send the bytes of tensors to another process, which was told their forms.
 
-        Raises:
-            ChannelAborted: If a process is lost.
+        Raises ChannelAborted if a process is lost.
         """
         with self._in_use():
             self._channel(self._rank, rank, gpus).send([x for x in contents if x.numel()])
@@ -148,11 +147,7 @@ class Channels:
             return self._channel(rank, self._rank, form.gpus).receive(form)
 
     def settle(self) -> None:
-        """Let this process's streams wait until what was sent may be changed.
-
-        Raises:
-            ChannelAborted: If a process is lost.
-        """
+        """Let streams wait until sent memory may be changed; raise ChannelAborted after a loss."""
         with self._in_use():
             for channel in self._all():
                 channel.settle()
@@ -170,10 +165,7 @@ class Channels:
         return done
 
     def abort(self) -> None:
-        """End all channels for good, each on a thread of its own, see :meth:`join`.
-
-        See Note [A lost process ends its channels].
-        """
+        """End all channels for good, on threads: Note [A lost process ends its channels]."""
         with self._lock:
             if self._aborted:
                 return
@@ -216,10 +208,7 @@ class Channels:
 
 
 class ArrivingTensors:
-    """Receives the tensors of one value that come straight.
-
-    ``ready`` is the event after which all of them may be read; None if there are none.
-    """
+    """Receives the tensors of one value that come straight; all may be read after ``ready``."""
 
     def __init__(self, channels: Channels, rank: int) -> None:
         self.ready: torch.cuda.Event | None = None

@@ -115,9 +115,8 @@ class Receiver(Protocol):
 class Link:
     """Sends to one other process, and receives from it.
 
-    Attributes:
-        rests: True if nothing is received, since one of both has ended.
-        connected: Set once both processes have connected.
+    ``rests`` is True if nothing is received, since one of both has ended; ``connected`` is set once
+    both processes have connected.
     """
 
     def __init__(
@@ -144,11 +143,11 @@ class Link:
 
     @property
     def reads(self) -> bool:
-        """True while the other process may be expected to read what is sent."""
+        """True while the other process may be expected to read messages."""
         return self.connected.is_set() and not self.rests
 
     def connect(self) -> None:
-        """Wait until the other process connects too, and send what has been queued."""
+        """Wait until the other process connects too, and send the queue."""
         while len(self._receives) < _AHEAD:
             self._receive_into(_frame())
         with self._lock:
@@ -158,7 +157,6 @@ class Link:
             self.connected.set()
 
     def start(self) -> None:
-        """Start the receiving thread, unless it runs."""
         if self.rests:
             self.rests = False
             # A daemon: no signal reaches a thread that waits for another process.
@@ -201,7 +199,6 @@ class Link:
         return sends
 
     def send_straight(self, gpus: GpuPair, tensors: Sequence[Tensor]) -> None:
-        """Send tensors that were announced from GPU to GPU."""
         try:
             self._channels.send(self.rank, gpus, tensors)
         except ChannelAborted as error:

@@ -73,7 +73,6 @@ class Links:
         return iter([*self._by_rank.values()])  # other threads may add some
 
     def start(self) -> None:
-        """Start the threads that receive, and the one that waits for sends, unless they run."""
         if self._waiter is None or not self._waiter.is_alive():
             self._waiter = WorkerThread("gpipe-sent")
         for link in self:

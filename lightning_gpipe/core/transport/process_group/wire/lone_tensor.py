@@ -43,7 +43,7 @@ class LoneTensor(NamedTuple):
 
     @classmethod
     def decode(cls, body: bytes) -> LoneTensor | None:
-        """Read it from bytes; None if these are something else."""
+        """Read it from bytes; None if they hold another value."""
         if body[0] != _FIRST:
             return None
         _, count, dims, *words = struct.unpack(f"<{len(body) // 8}q", body)

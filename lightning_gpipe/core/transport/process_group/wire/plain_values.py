@@ -78,7 +78,6 @@ class ClassName(NamedTuple):
         return found
 
     def refusal(self) -> pickle.PickleError:
-        """Return the error for a value that needs this class."""
         return pickle.PicklingError(
             f"{self.module}.{self.name} is not among them. If it is safe to make from what another "
             f"process sends, write torch.serialization.add_safe_globals([{self.name}]) in all "

@@ -46,9 +46,8 @@ GpuPair = tuple[int, int]
 class DenseForm(NamedTuple):
     """A dense tensor without its values.
 
-    Attributes:
-        stored: Its size without the repetitions of an expanded tensor.
-        gpus: The GPUs between which its values go straight; None if they go with the form.
+    ``stored`` is its size without the repetitions of an expanded tensor. ``gpus`` are those between
+    which its values go straight; None if they go with the form.
     """
 
     dtype: torch.dtype
@@ -133,9 +132,7 @@ def pack(value: Any, gpus: GpuPair | None = None) -> tuple[bytes, list[Tensor]]:
 
     A tensor that is there twice stays one tensor, and two with the same memory keep sharing it.
     The bytes are on the host, or on the first of ``gpus`` if they go straight between these.
-
-    Raises:
-        TypeError: If the value has something that may not be sent.
+    Raises a TypeError for a value that may not be sent.
     """
     buffer = io.BytesIO()
     packer = _Packer(buffer)
@@ -234,7 +231,6 @@ def _other_tensor_of(form: tuple[Any, ...], fill: Callable[[Tensor], object]) ->
 
 
 def _parts(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the parts of a sparse or a jagged tensor."""
     if tensor.layout is torch.jagged:
         nested: Any = tensor
         shape = nested._ragged_idx, nested._maybe_min_seqlen, nested._maybe_max_seqlen
