@@ -1,7 +1,6 @@
 """Builds the pipelines of a model: from balances to stages on their devices.
 
-The modules are cut, and laid out over the devices, in one process or several. Nothing is moved
-before all of it is checked.
+Nothing is moved before all of it is checked.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def lay_out_all(
 ) -> tuple[list[Layout], Connection | None]:
     """Cut the modules, and join the processes; see :class:`~lightning_gpipe.GPipe` for arguments.
 
-    Returns:
-        The layout of each module, and the connection to the other processes, if there are any.
+    Return the layout of each module, and the connection to other processes, if there are any.
     """
     pairs = zip(modules, balances, strict=True)
     cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]

@@ -74,7 +74,7 @@ class GPipe(StandIn):
             ones one by one, or its children; of an nn.ModuleList its children; of any other module
             the calls of layers in its forward. Or the names of modules where stages begin, such as
             ``["down3", "up2"]``. Or a criterion, with one stage per device: ``"parameters"`` makes
-            the largest stage as small as possible, with what is around the pipeline; ``"time"`` the
+            the largest stage as small as possible, with the rest of the model; ``"time"`` the
             slowest stage as fast as possible; ``"memory"`` the largest stage as small as possible
             in bytes, with activations and optimizer state. The last two measure each layer on the
             ``sample``, on the first device.
@@ -86,26 +86,25 @@ class GPipe(StandIn):
         devices: One device per worker, as strings or ``torch.device``. There may be fewer than
             stages: stage j is on device j mod d. None takes as many GPUs as divide the number of
             stages, or without a GPU one CPU thread for each stage.
-        around: The stage whose device has what is around the pipeline, such as embeddings, norms
-            and heads, and gets the outputs: ``"last"``, where a loss is computed without a copy, or
-            ``"first"``. It is an end of the pipeline, so that it holds for any ``devices``. The
-            code around the pipeline runs on one device, so embeddings and heads are together.
+        around: The stage whose device has the rest of the model, such as embeddings, norms and
+            heads, and gets the outputs: ``"last"``, where a loss is computed without a copy, or
+            ``"first"``. All of it is on one device.
         folded: Whether the stages go down the devices and back, two on each: stage j of 2d is on
             device j, from the d-th on on device 2d - 1 - j. For schedules in the form of a V.
-        weights: Where the weights of the stages are between their uses, with their gradients and
-            the optimizer's state: on the ``"device"`` of the stage, or in the memory of the
-            ``"host"``, for models larger than the devices. A device then has the weights of the
-            stage at work and of its next one; buffers, and what is around the pipeline, stay on
-            devices. ``"auto"`` plans it, as ``chunks``.
-        offload_activations: Whether what is kept for a backward waits for it in the memory of the
-            host: the inputs of a micro-batch that is recomputed, of others what autograd saves. A
-            list such as ``[3, 1, 0]`` says how many micro-batches of those that each stage holds at
-            its peak wait there. ``"auto"`` plans it, as ``chunks``.
+        weights: The place of the stages' weights between their uses, with their gradients and the
+            optimizer's state: the ``"device"`` of the stage, or the memory of the ``"host"``, for
+            models larger than the devices. A device then has the weights of the stage at work and
+            of its next one; buffers and the rest of the model stay on devices. ``"auto"`` plans it,
+            as ``chunks``.
+        offload_activations: Whether tensors that are kept for a backward wait for it in the memory
+            of the host: the inputs of a micro-batch that is recomputed, of others those that
+            autograd saves. A list such as ``[3, 1, 0]`` says how many micro-batches of those that
+            each stage holds at its peak wait there. ``"auto"`` plans it, as ``chunks``.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer. ``"auto"`` plans
             it: the layers are measured on the ``sample``, and the fastest prediction that fits the
             devices is taken.
-        activation_checkpointing: Which micro-batches drop their activations in forward and run it
-            again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
+        activation_checkpointing: The micro-batches that drop their activations in forward and run
+            it again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
             none, an integer k the first k, a list such a number for each stage. ``"auto"`` plans
             it, as ``chunks``.
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
@@ -117,10 +116,9 @@ class GPipe(StandIn):
             thread in the schedule's order, for a debugger, as is always done on one device.
             ``"auto"`` measures both in the first mini-batches and keeps the faster one. The results
             are the same.
-        cores: The number of cores that stages on the CPU share. The operators of an action use
-            those of the workers that wait while it runs, too: ``cores`` divided by the number of
-            workers that are at work then, by the schedule. None: each worker always has an equal
-            share of PyTorch's intra-op threads.
+        cores: The number of cores that stages on the CPU share. An action uses ``cores`` divided by
+            the number of workers that are at work then, by the schedule. None: each worker always
+            has an equal share of PyTorch's intra-op threads.
         split_backward: Whether the gradients of the weights are computed apart, after those for
             which the stage before waits. ``"auto"`` plans it, as ``chunks``.
         sample: A mini-batch to measure the layers on, for ``balance="time"``, ``"memory"``, and
@@ -145,7 +143,7 @@ class GPipe(StandIn):
         devices: One ``torch.device`` per worker.
         piped_modules: The piped modules.
         plan: The plan, if something was ``"auto"``.
-        profiles: What the layers cost, for each module, if they were measured.
+        profiles: The costs of the layers, for each module, if they were measured.
 
     Raises:
         TypeError: If the model cannot run as a pipeline, or an argument has the wrong type.
@@ -497,11 +495,7 @@ class GPipe(StandIn):
 
     @property
     def only(self) -> Pipeline:
-        """The only pipeline.
-
-        Raises:
-            ValueError: If there are several.
-        """
+        """The only pipeline; raises ValueError if there are several."""
         if len(self.piped_modules) > 1:
             paths = [piped.path for piped in self.piped_modules]
             owner = commonpath([path.replace(".", "/") for path in paths]).replace("/", ".")

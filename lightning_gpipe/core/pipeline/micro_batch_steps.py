@@ -43,9 +43,8 @@ class Outcome(NamedTuple):
 class MicroBatchStepping:
     """Runs training steps on a pipeline, micro-batch by micro-batch.
 
-    Raises:
-        ValueError: If there is no such schedule for the pipeline's layout and micro-batches.
-        ModuleNotFoundError: If greenlet is not installed.
+    Raises a ValueError if there is no such schedule for the layout and micro-batches, and a
+    ModuleNotFoundError if greenlet is not installed.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class MicroBatchStepping:
 
     @property
     def current(self) -> int:
-        """The index of the micro-batch whose step runs."""
         code = self._pipeline.engine.code
         if code is None or code.running is None:
             raise RuntimeError("a step must run for a micro-batch: none does.")
@@ -114,10 +112,7 @@ def _alias(piece: Tensor) -> Tensor:
 
 
 def _refuse_uncut(tree: Any, division: Division | None) -> None:
-    """Refuse a list with an entry per row whose tensors have no rows.
-
-    Every micro-batch would get all of it.
-    """
+    """Refuse a list with an entry per row whose tensors have none: each piece would get it all."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             _refuse_uncut(value, division)

@@ -29,8 +29,7 @@ def once_or_per_row(
 ) -> Sequence[Any]:
     """Mark the values of an output, one per micro-batch, that are to be returned once.
 
-    Raises:
-        ValueError: If a value has no rows, and differs between micro-batches.
+    Raises a ValueError if a value has no rows, and differs between micro-batches.
     """
     rows = (x.size(0) if type(x) is Tensor and x.dim() else None for x in values)
     if division is not None and tuple(rows) == division.sizes:
@@ -60,7 +59,7 @@ def _marked(column: Sequence[Tensor], title: Callable[[], str]) -> Sequence[Tens
 
 
 def _lacks_rows(column: Sequence[Any], division: Division | None) -> bool:
-    """Return whether dim 0 of a tensor cannot be the rows, or a multiple of them."""
+    """Return True if dim 0 of a tensor cannot be the rows, or a multiple of them."""
     if not all(isinstance(x, Tensor) and not is_whole(x) for x in column):
         return False
     if any(x.dim() == 0 for x in column):
@@ -74,7 +73,7 @@ def _lacks_rows(column: Sequence[Any], division: Division | None) -> bool:
 
 
 def _same(column: Sequence[Tensor]) -> bool:
-    """Return whether all are equal, and no gradient would have to be divided among them."""
+    """Return True if all are equal, and no gradient would have to be divided among them."""
     if any(x.requires_grad for x in column):
         return False
     return all(x.shape == column[0].shape and torch.equal(x, column[0]) for x in column)

@@ -33,15 +33,9 @@ Check = Callable[["PipedModule", Program, Sequence[Any], int | None], None]
 
 
 class PipedModule:
-    """A module that runs as a pipeline.
-
-    Args:
-        root: The user's model.
-        path: The path of the module in the model; empty if it is the model.
-        module: The module.
+    """A module that runs as a pipeline, at a path in the user's model; empty if it is the model.
 
     Attributes:
-        frontend: The front-end, which makes programs of the calls.
         pipeline: The pipeline, once one is attached.
         runs: The number of times that the pipeline ran.
         check: Called before each run, if not None.
@@ -74,11 +68,10 @@ class PipedModule:
 
     @property
     def name(self) -> str:
-        """The name in errors."""
         return f"{type(self.root).__name__}.{self.path}" if self.path else "module"
 
     def takes(self, balance: Sequence[Any]) -> bool:
-        """Return whether a user's list counts or names the layers of this module."""
+        """Return True if a user's list counts or names the layers of this module."""
         if all(isinstance(begin, str) for begin in balance):
             layers = {name for name, _ in self.module.named_children()}
             return {begin.removeprefix(f"{self.path}.") for begin in balance} <= layers
@@ -91,7 +84,6 @@ class PipedModule:
         self.frontend.install(self._run_program, pipeline.engine)
 
     def release(self) -> None:
-        """Let the model run as without a pipeline."""
         self.frontend.remove()
 
     @contextmanager
@@ -106,7 +98,7 @@ class PipedModule:
             self._substitute = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, with its inputs on the device of what is around the pipelines."""
+        """Call the model, with its inputs on the device of its modules around the pipelines."""
         if not str(type(self.root).__call__.__module__).startswith("torch."):
             raise TypeError(
                 "a model in a GPipe must have no __call__ of its own, since its forward is called: "
@@ -128,8 +120,7 @@ class PipedModule:
     def record(self, args: Any) -> Any:
         """Call the model for torch.fx, which has ``args`` for all positional arguments.
 
-        Raises:
-            TypeError: If the model may have several.
+        Raises a TypeError if the model may have several.
         """
         if self.frontend.takes_batch and not self.path:
             return self.frontend.call(self._run_program, args[0])
@@ -147,7 +138,6 @@ class PipedModule:
     def _run_program(
         self, program: Program, values: Sequence[Any], *, chunks: int | None = None
     ) -> list[Any]:
-        """Run a program, see :class:`~lightning_gpipe.core.frontends.RunProgram`."""
         pipeline = self.pipeline
         if self.frontend.takes_batch:  # other front-ends have asked
             pipeline.reset_patches()  # the user may call the module itself
@@ -164,7 +154,6 @@ class PipedModule:
 
 
 def _check_here(here: int, stages: int) -> None:
-    """Refuse to record a model whose stages are in several processes."""
     if here < stages:
         raise RuntimeError(
             "what records a model, such as TensorBoardLogger(log_graph=True), needs all of its "
@@ -174,7 +163,6 @@ def _check_here(here: int, stages: int) -> None:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Move the tensors of an argument to a device."""
     if type(value) is Tensor and value.device == device:
         return value  # most often
     return change_tensors(value, lambda x: x.to(device))

@@ -58,15 +58,9 @@ class Pipeline:
 
     Args:
         layout: The layout; the layers are on their devices already.
-        settings: The settings that the user requested or a plan chose.
         workers: The threads, which pipelines of other modules over the same devices use too.
         connection: The connection to the owners of the layout; None if there is one.
         number: The index among the pipelines of the connection.
-
-    Attributes:
-        layout: The layout.
-        engine: The engine, which runs the micro-batches.
-        patches: The changes that a running verification has made in the layers.
     """
 
     def __init__(
@@ -120,7 +114,6 @@ class Pipeline:
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
-        """The micro-batches that are recomputed, see :class:`~lightning_gpipe.GPipe`."""
         return self._activation_checkpointing
 
     @activation_checkpointing.setter
@@ -129,7 +122,7 @@ class Pipeline:
         self._activation_checkpointing = mode
 
     def recomputed(self, m: int) -> tuple[int, ...]:
-        """Return how many of ``m`` micro-batches each stage recomputes."""
+        """Return the number of ``m`` micro-batches that each stage recomputes."""
         return recomputed_by_stage(self._activation_checkpointing, m, self.engine.layout.n)
 
     def rebuild(self, layout: Layout, workers: Workers) -> None:
@@ -160,7 +153,6 @@ class Pipeline:
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages of this process, in order."""
         return self.engine.stages
 
     def run_program(
@@ -173,12 +165,8 @@ class Pipeline:
     ) -> list[Any]:
         """Run a program, see :class:`~lightning_gpipe.core.frontends.RunProgram`.
 
-        Outputs without rows are stacked over the micro-batches if ``stacked``; otherwise they must
-        be the same in all of them, and are returned once.
-
-        Raises:
-            ValueError: If an output has no row per sample and differs between micro-batches, and
-                is not to be stacked.
+        Outputs without rows are stacked over the micro-batches if ``stacked``; otherwise they are
+        returned once, and raise a ValueError if they differ between micro-batches.
         """
         batch = as_batch(values)
         code = self.engine.code
@@ -197,7 +185,6 @@ class Pipeline:
             return [self._merged(column, batch) for column in columns]
 
     def close(self) -> None:
-        """End the worker threads; the next mini-batch starts new ones."""
         self.engine.close()
 
     def reset_patches(self) -> None:
@@ -228,7 +215,6 @@ class Pipeline:
         return flat, division
 
     def _hand_out(self, terms: Iterable[Term], receiver: Receiver | None) -> None:
-        """Hand loss terms of layers to the caller's code, if it collects any."""
         if receiver is None:
             return
         for term in terms:
@@ -249,7 +235,7 @@ class Pipeline:
         return self._sent_back(self.microbatching.merge(outputs, batch))
 
     def _sent_back(self, output: Any) -> Any:
-        """Move an output of the last stage to the device of what is around the stages."""
+        """Move an output of the last stage to the device of the modules around the stages."""
         layout = self.engine.layout
         last, outside = layout.device_of(layout.n - 1), layout.outside
         if last == outside:
@@ -271,11 +257,9 @@ def as_batch(values: Sequence[Any]) -> Any:
 
 
 def _flatten(program: Program) -> Callable[[Any], FlatTree]:
-    """Return the function that flattens the program's inputs in a micro-batch."""
     return tree_flatten if len(program.inputs) == 1 else joined
 
 
 def _columns(program: Program, outputs: Iterable[FlatTree]) -> list[Sequence[Any]]:
-    """Return the values of each output of the program, one per micro-batch."""
     values = list(map(tree_unflatten, outputs))
     return [values] if len(program.outputs) == 1 else list(zip(*values, strict=True))

@@ -1,1 +1,1 @@
-"""Chooses the balance and the plan of a pipeline, and measures what they need."""
+"""The choice of the balance and the plan of a pipeline, and its measurements."""

@@ -55,8 +55,8 @@ def balance_by_time(
 ) -> list[int]:
     """Balance the layers so that the slowest stage is as fast as possible.
 
-    Each layer is measured by itself, see :func:`~lightning_gpipe.profile`. What is around them does
-    not count: it runs before and after, while all stages wait.
+    Each layer is measured by itself, see :func:`~lightning_gpipe.profile`. The rest of the model
+    does not count: it runs before and after, while all stages wait.
 
     Args:
         model, sample, module, device, chunks, microbatching: See :func:`~lightning_gpipe.profile`.
@@ -104,8 +104,8 @@ def balance_by_memory(
 ) -> list[int]:
     """Balance the layers so that the largest stage needs as little memory as possible.
 
-    Parameters, gradients, optimizer state and buffers count, and what is saved for backward at the
-    peak of a mini-batch; on the last device also what is around the layers.
+    Parameters, gradients, optimizer state and buffers count, and tensors saved for backward at the
+    peak of a mini-batch; on the last device also the rest of the model.
 
     See :func:`balance_by_time` for the arguments, the result and errors. Micro-batches that are
     recomputed save nothing.

@@ -1,4 +1,4 @@
-"""Cuts piped modules by numbers of units, by names, or by what their units cost.
+"""Cuts piped modules by numbers of units, by names, or by the costs of their units.
 
 A balance by cost has a stage for each device. The cost is the number of parameters, which is known
 before anything has run, or is measured: time, or memory.
@@ -50,7 +50,7 @@ def balance_of_each(paths: Any, balance: Any) -> list[Any]:
 
 
 def is_criterion(balance: Any) -> bool:
-    """Return whether a balance is a criterion, by which the numbers of units are found."""
+    """Return True for a criterion, by which the numbers of units are found."""
     return isinstance(balance, str) and balance in CRITERIA
 
 
@@ -60,7 +60,7 @@ def balances_for(
     """Return the number of units in each stage, for each module that is measured.
 
     A balance is numbers, names of units where stages begin, or a criterion. A criterion counts what
-    is on the devices already: what is around the modules, and the stages of the modules before by
+    is on the devices already: the rest of the model, and the stages of the modules before by
     the same criterion.
     """
     devices = len(measuring.devices)
@@ -101,7 +101,7 @@ def _unit_costs(
 
 
 def _places(criterion: str, measuring: LayerMeasurement, outside: int) -> list[Place]:
-    """Return the place of each stage, with what is around the modules, by a criterion."""
+    """Return the place of each stage, with the rest of the model, by a criterion."""
     n = len(measuring.devices)
     if criterion == "parameters":
         places = [Place()] * n
@@ -116,7 +116,6 @@ def _places(criterion: str, measuring: LayerMeasurement, outside: int) -> list[P
 
 
 def _in_units(piped: PipedModule, balance: Any) -> Sequence[int]:
-    """Return the number of units in each stage, by numbers or names."""
     if isinstance(balance, list | tuple) and balance and all(isinstance(b, str) for b in balance):
         return counts_between(balance, piped.frontend.units, piped.name, piped.path)
     return piped.frontend.in_units(balance)  # of any type: the front-end that cuts by it checks it
@@ -128,12 +127,9 @@ def counts_between(starts: Sequence[str], units: Sequence[str], name: str, path:
     >>> counts_between(["down.1", "up"], ["down.0", "down.1.conv", "down.1.norm", "up"])
     [1, 2, 1]
 
-    The first stage begins at the first unit, named or not. A name stands for the first unit in it.
-
-    Args:
-        starts: The names, relative to the whole model or to the pipelined module.
-        units: The names of all units, in order.
-        name, path: The pipelined module in errors, and its path in the whole model.
+    The first stage begins at the first unit, named or not. A name, relative to the whole model or
+    to the pipelined module, stands for the first unit in it. ``name`` and ``path`` are those of the
+    pipelined module, for errors.
     """
     indices = [_first(start, units, name, path) for start in starts]
     if any(one >= other for one, other in pairwise(indices)):
@@ -146,7 +142,6 @@ def counts_between(starts: Sequence[str], units: Sequence[str], name: str, path:
 
 
 def _first(start: str, units: Sequence[str], name: str, path: str) -> int:
-    """The index of the first unit that is ``start``, or within it."""
     for k, unit in enumerate(units):
         if f"{unit}.".startswith((f"{start}.", f"{path}.{start}.")):
             return k

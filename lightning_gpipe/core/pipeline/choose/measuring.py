@@ -1,4 +1,4 @@
-"""Measurements of what the units of a model cost, made when a balance needs them."""
+"""Measurements of the costs of a model's units, made when a balance needs them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class LayerMeasurement:
     """Measures piped modules once, when their costs are needed.
 
     Args:
-        modules: The piped modules.
-        entries: Returns the inputs of each of them.
+        entries: Returns the inputs of each module.
         devices: The devices of the stages; empty if they are not known.
         optimizer: The optimizer whose state counts.
         states: The share of its state that a device has, which replicas may divide.
@@ -34,9 +33,6 @@ class LayerMeasurement:
         split: Whether backwards in two parts are measured, too.
         by_rows: Whether a smaller micro-batch is measured, too: costs of others follow. A balance
             needs none.
-
-    Attributes:
-        done: The measurements so far.
     """
 
     modules: Sequence[PipedModule]
@@ -67,7 +63,6 @@ class LayerMeasurement:
         devices: Sequence[torch.device],
         **settings: Any,
     ) -> LayerMeasurement:
-        """Return the measurements of one module of a model."""
         modules = [piped_module_at(model, module)]
         return cls(modules, partial(entries_with, modules, sample), devices, **settings)
 
@@ -133,7 +128,7 @@ def profile(
     optimizer: Optimizers = None,
     split_backward: bool = False,
 ) -> ModelProfile:
-    """Measure what the layers of a model cost, one by one.
+    """Measure the costs of the layers of a model, one by one.
 
     Example::
 

@@ -28,13 +28,8 @@ class Resolved(NamedTuple):
 
     Attributes:
         balances: The balance of each module; the number of units in each stage, once it is cut.
-        chunks: The number of micro-batches.
-        activation_checkpointing: Which of them are recomputed.
-        order: The order of the actions.
-        weights: Where the weights are between their uses.
-        offload_activations: Whether activations wait on the host, or how many of each stage.
         plan: The plan with these settings; None if the user requested all of them.
-        profiles: What the layers of each module cost; empty if nothing was measured.
+        profiles: The costs of the layers of each module; empty if nothing was measured.
     """
 
     balances: list[Any]
@@ -53,10 +48,7 @@ class Resolved(NamedTuple):
 
 
 class Requested(NamedTuple):
-    """The settings that the user requests; those that are ``"auto"`` are planned.
-
-    ``replicas`` is the number of pipelines.
-    """
+    """The settings that the user requests; those that are ``"auto"`` are planned."""
 
     chunks: int | Literal["auto"]
     activation_checkpointing: ActivationCheckpointing | Literal["auto"]
@@ -68,7 +60,6 @@ class Requested(NamedTuple):
     replicas: int = 1
 
     def check(self) -> None:
-        """Refuse a setting of the wrong type, or with an impossible value."""
         if self.chunks != AUTO:
             check_chunks(self.chunks)
         if self.activation_checkpointing != AUTO:

@@ -54,7 +54,7 @@ def resolve(
 
     Args:
         modules, entries, devices: See :class:`LayerMeasurement`.
-        balances, requested: What the user wrote.
+        balances, requested: As the user wrote them.
         agree: Returns the first process's value in each process.
         measured: Whether to measure the layers even if no balance needs it.
 
@@ -84,7 +84,6 @@ def resolve(
 def _with_plan(
     measuring: LayerMeasurement, balances: Sequence[Any], requested: Requested, around: Around
 ) -> Resolved:
-    """Resolve the settings, by a plan if the user leaves some open."""
     chunks, mode, schedule, split, weights, offload, *_ = requested
     if (
         chunks != AUTO
@@ -170,7 +169,7 @@ def plan(
         split_backward: Whether the gradients of the weights are computed apart; None chooses.
         optimizer: The optimizer whose state counts; None counts none.
         around: Which stage's device has the modules around the layers.
-        weights, offload_activations: What is in the memory of the host, see
+        weights, offload_activations: The tensors in the memory of the host, see
             :class:`~lightning_gpipe.GPipe`; ``"auto"`` chooses.
         sharding: What replicas divide, see :class:`~lightning_gpipe.GPipeStrategy`; ``"auto"``
             chooses the least that fits.
@@ -222,8 +221,8 @@ def plan_measured(
 ) -> Plan:
     """Measure the layers, for up to one stage per place or those of the balance, and plan the rest.
 
-    Operations that are counted become seconds by the number ``per_second``. ``every_device`` must
-    have a stage.
+    Operations that are counted become seconds by the number ``per_second``. With
+    ``every_device``, each device must have a stage.
     """
     chunks, mode, schedule, split, weights, offload, sharding, replicas = requested
     check_planned(schedule)
@@ -254,8 +253,8 @@ def plan_measured(
 def _profiles(measuring: LayerMeasurement, chunks: int | None, stages: int) -> list[ModelProfile]:
     """Measure the layers with micro-batches of as many sizes as a plan needs.
 
-    The number of micro-batches is ``chunks`` or, if that is planned, depends on that of ``stages``.
-    Sizes with which a layer alone is too large for the device are left out.
+    If their number is planned, too, it depends on that of stages. Sizes with which a layer alone is
+    too large for the device are left out.
     """
     if chunks is not None:
         return [measuring.at(chunks)]
@@ -283,10 +282,7 @@ def _place(device: torch.device, requested: Requested) -> Place:
 
 
 def memory_of(device: torch.device) -> float:
-    """Return the bytes that this process may use of a GPU.
-
-    A CPU shares its memory with everything else on the host.
-    """
+    """Return the bytes that this process may use of a GPU; inf for a CPU, which shares them."""
     if device.type != "cuda":
         return inf
     total = float(torch.cuda.get_device_properties(device).total_memory)

@@ -1,7 +1,7 @@
 """The inputs of pipelines in a call of the user's model, before there is a pipeline.
 
-The model is called as it is, and stops where it has come to its last pipeline: what comes after
-costs time and memory, and may have effects. Buffers, attributes and random generators are the same
+The model is called as it is, and stops where it has come to its last pipeline: later code costs
+time and memory, and may have effects. Buffers, attributes and random generators are the same
 afterwards.
 """
 
@@ -25,13 +25,7 @@ from lightning_gpipe.core.programs import Program
 
 
 class Entry(NamedTuple):
-    """The inputs of a pipeline.
-
-    Attributes:
-        layers: A partition for each unit.
-        program: The program, with a stage for each unit.
-        values: The values of its inputs.
-    """
+    """The inputs of a pipeline: a partition and a stage of the program for each unit."""
 
     layers: Sequence[Partition]
     program: Program
@@ -109,7 +103,7 @@ def subject_of(
     *,
     by_rows: bool = True,
 ) -> Subject:
-    """Return what is profiled: a micro-batch and, with ``by_rows``, one of about half of its rows.
+    """Return a micro-batch to profile and, with ``by_rows``, one of about half of its rows.
 
     ``beside`` are the other piped modules of the model.
     """
@@ -128,7 +122,6 @@ def subject_of(
 
 
 def _unit_partitions(piped: PipedModule) -> list[Partition]:
-    """Cut the module into a partition for each unit."""
     try:
         return piped.frontend.partitions([1] * len(piped.frontend.units))
     except (TypeError, ValueError) as error:
