@@ -43,7 +43,7 @@ _IN_PARTS = ("state_dict", "optimizer_states")
 
 
 def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
-    """The user's CheckpointIO, or ours where Lightning would take its own."""
+    """Return the user's CheckpointIO, or ours where Lightning would take its own."""
     if io is None:
         return AtomicFiles()
     if isinstance(io, _WrappingCheckpointIO):  # such as an asynchronous one
@@ -54,12 +54,8 @@ def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
 class Checkpoints:
     """Saves and loads the checkpoints of a Trainer.
 
-    Either kind is loaded: a file at once, a folder once this process knows its part.
-
-    Args:
-        processes: The processes of the Trainer.
-        sharded: Whether to save folders, to which each process writes its part, instead of files,
-            which the first process writes.
+    With ``sharded``, each process writes its part to a folder, instead of a file by the first
+    process. Either kind is loaded: a file at once, a folder once this process knows its part.
     """
 
     def __init__(self, processes: Processes, *, sharded: bool) -> None:
@@ -71,7 +67,6 @@ class Checkpoints:
     # Saving, in the processes that have a part in it.
 
     def in_parts(self) -> bool:
-        """Return True if several processes have parts of a model."""
         return self._processes.value_group is not None
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
@@ -149,10 +144,9 @@ class Checkpoints:
     # Loading.
 
     def load(self, path: str | Path, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Read a file, or what a folder has beside the states of model and optimizers.
+        """Read a file, or the parts of a folder beside the states of model and optimizers.
 
-        Raises:
-            RuntimeError: If the file is no checkpoint.
+        Raises a RuntimeError for a file that is no checkpoint.
         """
         if self._processes.split:
             path = self._processes.broadcast(str(path))  # a callback may have drawn its name

@@ -61,13 +61,8 @@ def compile_layers(
 ) -> None:
     """Let the layers of modules that run as pipelines be compiled when they are called first.
 
-    Args:
-        modules: The modules.
-        options: Options of torch.compile; True for the defaults.
-        changes: The changes of the modules until the end of the fit.
-
-    Raises:
-        ValueError: If one of the modules has no layers.
+    ``options`` are those of torch.compile; True for the defaults. Raises a ValueError if one of the
+    modules has no layers.
     """
     options = {"dynamic": True, **({} if options is True else options)}
     layers = [layer for piped in modules for layer in _layers_of(piped)]
@@ -109,7 +104,7 @@ def _call(
 
 
 def _caller() -> _Call:
-    """A new function that calls a layer, with a code object of its own to hold its variants."""
+    """Return a new function that calls a layer, with a code object of its own for its variants."""
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(layer)._call_impl(layer, *args, **kwargs)

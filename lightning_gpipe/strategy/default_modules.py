@@ -24,16 +24,11 @@ _MOST_ASIDE = 0.1  # of the work
 def default_modules(
     root: nn.Module, balance: Any, *, several: bool, traced: bool
 ) -> list[PipedModule]:
-    """Choose the modules to pipeline.
+    """Choose the modules to pipeline in a LightningModule.
 
-    Args:
-        root: The LightningModule.
-        balance: The user's; a list chooses the module whose layers it counts or names.
-        several: Whether several modules may be piped.
-        traced: Whether a module may be piped whole, as its forward is traced.
-
-    Raises:
-        ValueError: If no module holds most of the work; says what there is.
+    A list ``balance`` chooses the module whose layers it counts or names. With ``traced``, a module
+    may be piped whole, as its forward is traced. Raises a ValueError that says what there is if no
+    module holds most of the work.
     """
     networks, reasons = _networks(root), list[str]()
     found = [x for path in networks for x in _pipes_of(root, path, traced=traced, reasons=reasons)]
@@ -55,7 +50,7 @@ def default_modules(
 
 
 def _networks(root: nn.Module) -> dict[str, nn.Module]:
-    """The children with parameters, by name; frozen ones too, which may be most of the work."""
+    """Return the children with parameters, by name; frozen ones may be most of the work."""
     return {
         name: child
         for name, child in root.named_children()
@@ -67,7 +62,7 @@ def _networks(root: nn.Module) -> dict[str, nn.Module]:
 def _pipes_of(
     root: nn.Module, path: str, *, traced: bool, reasons: list[str]
 ) -> Sequence[PipedModule]:
-    """The modules of a network that hold its work; adds the reason why it is not piped whole."""
+    """Return the modules that hold a network's work; add the reason if it is not piped whole."""
     network = root.get_submodule(path)
     containers = {f"{path}.{name}".rstrip("."): x for name, x in candidates(network).items()}
     for name, container in containers.items():
@@ -85,9 +80,9 @@ def _pipes_of(
 
 
 def _holds(container: nn.Module, network: nn.Module) -> bool:
-    """Return whether a container leaves little of a network's work aside.
+    """Return True if a container leaves little of a network's work aside.
 
-    How much work a convolution is depends on the size of its pictures, so none is little.
+    The work of a convolution depends on the size of its pictures, so none is little.
     """
     weights = _weights([network])
     aside = weights - _weights([container])
@@ -95,13 +90,13 @@ def _holds(container: nn.Module, network: nn.Module) -> bool:
 
 
 def _matters(module: nn.Module, total: int) -> bool:
-    """Return whether a module may have more than little of the work of ``total`` weights."""
+    """Return True if a module may have more than little of the work of ``total`` weights."""
     weights = _weights([module])
     return _convolved(weights) or _size(weights) > _MOST_ASIDE * total
 
 
 def _is_coarse(whole: PipedModule, containers: Iterable[str]) -> bool:
-    """Return whether one layer of a traced network, with containers in it, has most of its work."""
+    """Return True if one layer of a traced network, with containers in it, has most of its work."""
     most = _size(_weights([whole.module])) / 2
     return any(
         _size(_weights([whole.root.get_submodule(unit)])) > most
@@ -111,7 +106,7 @@ def _is_coarse(whole: PipedModule, containers: Iterable[str]) -> bool:
 
 
 def _weights(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """The parameters that rows are multiplied or convolved with."""
+    """Return the parameters that rows are multiplied or convolved with."""
     return {
         parameter
         for module in modules

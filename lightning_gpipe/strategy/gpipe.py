@@ -2,7 +2,7 @@
 
 Lightning's strategies assume one device per process. Here one process may drive several, and nearly
 every override below removes that assumption: where tensors are created, where modules and optimizer
-states are put, what is saved. The hooks are in Lightning's order, each asks the part that knows.
+states are put, what is saved. The hooks are in Lightning's order; each calls the part for it.
 
 The *root device*, which has the batch, the loss, the metrics and all modules outside of the
 pipeline, is the last stage's unless the user says the first's, so that an unchanged
@@ -101,10 +101,6 @@ from lightning_gpipe.strategy.user_steps import UserSteps
 class GPipeStrategy(ParallelStrategy):
     """Runs a module inside a LightningModule as a GPipe pipeline over ``devices``.
 
-    An nn.Sequential runs its layers one after another; of an nn.ModuleList that a forward loops
-    over, and of any other module, whose forward is traced, the layers run as that forward calls
-    them.
-
     Arguments that :class:`~lightning_gpipe.GPipe` has too are described in full there; here is what
     a Trainer adds.
 
@@ -120,38 +116,32 @@ class GPipeStrategy(ParallelStrategy):
             paths. None takes, of each child, the nn.Sequential or nn.ModuleList with nine tenths of
             the work, or else the whole child, if its forward can be traced.
         schedule: The order of forwards and backwards. ``"fill_drain"`` runs all forwards,
-            training_step's loss of the whole batch, and all backwards. With ``"1f1b"``
+            training_step's loss of the whole batch, and all backwards. With all others
             training_step is called for each micro-batch, so that backwards begin early and few
             micro-batches are alive at a time; the loss is their mean, weighted by rows, or by the
-            ``"loss_weight"`` that training_step returns beside ``"loss"``. It needs automatic
-            optimization, and the package greenlet. ``"zero_bubble"`` also splits backwards, so that
-            devices wait less, and ``"zero_bubble_v"`` with two stages on each device, down the
-            devices and back, for less still; with those, ``"v_half"`` and ``"v_min"`` keep a half
-            and a third of the activations of ``"1f1b"``. A list for each stage, as in
-            ``[[0, 3], [1, 2]]``, is a schedule of your own, for which training_step is called as
-            with ``"1f1b"``: see :meth:`lightning_gpipe.GPipe.by_micro_batch`. ``"auto"`` plans it,
-            as ``chunks``: one of those that training_step allows, without the last three named, or
-            one that is found for the measured costs.
-        activation_checkpointing: The micro-batches that are recomputed, by all stages or, as a list
-            of numbers, by each. None is ``"except_last"``, and ``"never"`` for schedules other
-            than fill-drain.
+            ``"loss_weight"`` that training_step returns beside ``"loss"``. They need automatic
+            optimization, and the package greenlet: ``"1f1b"``; ``"zero_bubble"``, which splits
+            backwards, so that devices wait less; ``"zero_bubble_v"``, with two stages on each
+            device, down the devices and back, for less still; so ``"v_half"`` and ``"v_min"``, with
+            a half and a third of the activations of ``"1f1b"``; or a block, ``[[0, 3], [1, 2]]``,
+            see :meth:`lightning_gpipe.GPipe.by_micro_batch`. ``"auto"`` plans it, as
+            ``chunks``: one of those that training_step allows, without ``"zero_bubble_v"``,
+            ``"v_half"`` and ``"v_min"``, or one that is found for the measured costs.
+        activation_checkpointing: The micro-batches that are recomputed. None is ``"except_last"``,
+            and ``"never"`` for schedules other than fill-drain.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch.
         microbatching: Another way to split batches than along dim 0.
         compile: Whether torch.compile compiles the layers, in place, each kind of layer once for
             micro-batches of any size; or a dict of torch.compile's options, such as
             ``{"fullgraph": True}``. The first training batch takes as long as that takes.
         threads: Whether each device has a thread of its own. ``"auto"`` finds the faster way.
-        cores: The number of cores that devices on the CPU share; one uses those of others that wait
-            by the schedule. None: each always has its part of PyTorch's intra-op threads.
-        split_backward: Whether the gradients of weights are computed apart from those for which the
-            stage before waits.
+        cores: The number of cores that devices on the CPU share.
+        split_backward: Whether the gradients of weights are computed apart.
         around: The stage whose device has the modules around the pipeline, the batch, the loss and
             the metrics: ``"last"`` or ``"first"``.
-        weights: Where the weights of the stages are between their uses, with their gradients and
-            the states of the optimizers: on the ``"device"`` of the stage, or on the ``"host"``,
-            for models larger than the devices. ``"auto"`` plans it, as ``chunks``.
-        offload_activations: Whether what is kept for a backward waits for it on the host, or how
-            many micro-batches of each stage, as a list. ``"auto"`` plans it, as ``chunks``.
+        weights: The place of the stages' weights between their uses: ``"device"`` or ``"host"``.
+        offload_activations: Whether activations wait on the host, or how many micro-batches of each
+            stage, as a list.
         verify: Whether to compare the pipeline with a plain run on the first training batch, which
             has no effect on training. If output, gradients or buffers differ, a RuntimeError names
             the layer; a difference with a known reason, such as a batch norm, is a warning. The
@@ -167,15 +157,15 @@ class GPipeStrategy(ParallelStrategy):
             the parameters of its own stages.
         outputs: The processes that get the outputs of the last stage, and run the user's step from
             its call of the pipeline to the loss: ``"all"``, or that of the ``"last"`` stage, which
-            tells the others the loss and what was logged, and has what is around the pipeline.
+            tells the others the loss and what was logged, and has the rest of the model.
             ``"auto"`` is ``"all"`` for up to eight processes, and ``"last"`` for more.
-        timeout: How long processes wait for a slow one, when they agree on something or save a
+        timeout: The time that processes wait for a slow one, when they agree on something or save a
             checkpoint.
         lost_after: The time after which a process that was stopped, or that no network reaches, is
-            lost, which ends the others; slow ones are not lost. Only with several processes.
+            lost. Only with several processes.
         process_group_backend: The backend of torch.distributed; None chooses by the devices. With
             NCCL, tensors go straight from GPU to GPU; ``"gloo"`` sends them over the host.
-        start_method: How processes are started unless torchrun or SLURM have started them:
+        start_method: The way to start processes unless torchrun or SLURM have started them:
             ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` for
             scripts that must not be run again.
         replicas: The number of pipelines that train together, each on its part of the batches, over
@@ -185,13 +175,13 @@ class GPipeStrategy(ParallelStrategy):
             divide its layers in ``configure_model``, by PyTorch's ``parallelize_module`` with
             ``self.device_mesh["tensor_parallel"]``. Only with ``processes="per_stage"``.
         ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
-        sharding: What is divided among replicas, of which each has whole copies otherwise:
-            ``"optimizer"`` for the states of the optimizers, ``"gradients"`` for these and the
-            averaged gradients, ``"parameters"`` also for the parameters of stages, which come to a
-            replica while the stage runs.
+        sharding: The tensors that are divided among replicas, of which each has whole copies
+            otherwise: ``"optimizer"`` for the states of the optimizers, ``"gradients"`` for these
+            and the averaged gradients, ``"parameters"`` also for the parameters of stages, which
+            come to a replica while the stage runs.
         save_distributed_checkpoint: Whether a checkpoint is a folder, to which each process writes
             its part with torch.distributed.checkpoint, instead of a single file. Either kind is
-            loaded, whatever this is.
+            loaded.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
@@ -283,7 +273,7 @@ class GPipeStrategy(ParallelStrategy):
         self._measures_layers = True
 
     def piped_modules(self, module: LightningModule, *, several: bool = True) -> list[PipedModule]:
-        """The modules of a LightningModule that would run as pipelines, or the largest one."""
+        """Return the modules that would run as pipelines, or the largest one."""
         return piped_modules_of(module, self.options, several=several)
 
     def rebalance(self, balance: list[int] | list[list[int]]) -> None:
@@ -291,14 +281,10 @@ class GPipeStrategy(ParallelStrategy):
 
         The state of the optimizers follows their parameters, and so do averages of weights.
         Checkpoints that keep a balance keep this one from then on. All replicas call this together.
-
-        Args:
-            balance: The number of layers in each stage, for the same number of stages; for several
-                modules, a list for each.
+        See :meth:`lightning_gpipe.GPipe.rebalance` for the argument and the errors.
 
         Raises:
-            TypeError, ValueError: If the balance does not fit; nothing has changed then.
-            RuntimeError: If there is no pipeline, or see :meth:`lightning_gpipe.GPipe.rebalance`.
+            RuntimeError: If there is no pipeline.
         """
         if self._piped is None:
             raise RuntimeError("a pipeline is cut anew from setup to teardown: there is none now.")
@@ -338,7 +324,7 @@ class GPipeStrategy(ParallelStrategy):
         Args:
             module: The LightningModule, or a module in it.
             norm_type: The kind of norm, such as ``float("inf")``.
-            group_separator: What is between ``grad_2.0_norm`` and the name of a parameter.
+            group_separator: The text between ``grad_2.0_norm`` and the name of a parameter.
         """
         return self._replicas.grad_norm(module, float(norm_type), group_separator)
 
@@ -797,7 +783,7 @@ class GPipeStrategy(ParallelStrategy):
         self._lightning_module = module
 
     def _train_alone(self) -> None:
-        """Let go of the other processes: what refers to their groups could not be copied."""
+        """Leave the other processes: references to their groups could not be copied."""
         self._replicas.end()
         self._stage_shards.end()
         if isinstance(self.model, DistributedDataParallel):

@@ -4,7 +4,7 @@ With outputs for the last stage, that code runs up to its call of the pipeline f
 first stage, and from there on for the loss. The processes between need neither. They must know that
 the pipeline is called, with which program and for how many rows. So the process of the first stage
 tells them at its call; they run the program, with inputs of the same shapes and without values, and
-that process sends them what their stages need of the values.
+that process sends them the values that their stages need.
 
 A program is made of the code, unless all calls have the same. So all processes run the code up to
 its call where that makes a new program, of which they are told by its number from then on; and
@@ -60,10 +60,7 @@ class InnerProcesses:
     """Tells the processes between of the calls in a LightningModule's steps, or is told of them.
 
     Args:
-        module: The LightningModule.
-        piped: The pipeline in it.
         places: The places of these processes in the pipeline; none if each process runs the steps.
-        group: The processes of the pipeline.
         at_ends: Returns the parameters around the pipeline that those between have on meta, and
             code before a call may use.
         have_batches: Whether those between have the values of each batch.
@@ -71,8 +68,8 @@ class InnerProcesses:
 
     Attributes:
         some: Whether there are any.
-        left: What the code has left to layers before its call, see :attr:`ValuesOnLayers.numbers`;
-            None if this process has not run it.
+        left: The values that the code has left to layers before its call, see
+            :attr:`ValuesOnLayers.numbers`; None if this process has not run it.
         calls: The checksums of the programs of the step's calls, one for each micro-batch with a
             loss.
         lasting: Whether all processes have run the code of the latest step up to its call, and will
@@ -123,7 +120,6 @@ class InnerProcesses:
         changes.write([(vars(piped), "check", self._tell)])
 
     def begin(self) -> None:
-        """Begin a step, in all processes."""
         self._known, self._begun, self.lasting = not self.some, False, False
         self._call, self._context = None, None
         self.left, self.calls = None, []
@@ -162,11 +158,7 @@ class InnerProcesses:
         return self._known and (call is None or (not call["runs"] and call["number"] == 0))
 
     def compare(self, left: Mapping[str, Any] | None, calls: Sequence[int]) -> None:
-        """Compare :attr:`left` and :attr:`calls` with those in the process of the last stage.
-
-        Raises:
-            OutOfStep: If they differ.
-        """
+        """Raise OutOfStep if :attr:`left` or :attr:`calls` differ from the last stage's process."""
         for i, (own, other) in enumerate(zip(self.calls, calls, strict=False)):
             if own != other:
                 raise OutOfStep(
@@ -205,7 +197,6 @@ class InnerProcesses:
         return step
 
     def _look(self) -> None:
-        """Look at the layers before the code of a step runs for the first micro-batch."""
         if self._context is None:
             self._context = Context.capture(self._layout.devices_here)
             self._values.begin()
@@ -292,7 +283,7 @@ class InnerProcesses:
         yield from self._programs.items()
 
     def _leaves_something(self) -> bool:
-        """Return whether layers of other processes would find something that the code has left."""
+        """Return True if layers of other processes would find something that the code has left."""
         before = self._context
         if before is None:  # the user calls the pipeline in another way
             return False
@@ -307,7 +298,7 @@ class InnerProcesses:
         return bool(self._values.left) or self._edits or not same
 
     def _is_large(self, program: Program, values: Sequence[Any], chunks: int | None) -> bool:
-        """Return whether one of these processes would get more bytes than its batch has."""
+        """Return True if one of these processes would get more bytes than its batch has."""
         m = 1 if self._engine.code is not None else chunks or self._piped.pipeline.chunks
         value_of = dict(zip(program.inputs, values, strict=True))
         sent: dict[int, int] = {}
@@ -335,7 +326,7 @@ class InnerProcesses:
     # In those between.
 
     def _told_step(self, own: Step) -> Step:
-        """Return a step that does what the process of the first stage tells in place of its own."""
+        """Return a step that follows the process of the first stage in place of its own code."""
 
         @wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:

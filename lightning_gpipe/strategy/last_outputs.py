@@ -1,4 +1,4 @@
-"""Steps whose outputs only the first process gets, which tells the others what came of them.
+"""Steps whose outputs only the first process gets, which tells the others their effects.
 
 With ``outputs="last"`` the user's step runs up to its call of the pipeline in all processes that
 need it, see :mod:`.inner_processes`. It goes on from there in the process of the last stage only,
@@ -43,11 +43,7 @@ Call = dict[str, Any]  # the arguments of a call of log
 class _State(NamedTuple):
     """The state before a step, which may change it.
 
-    Attributes:
-        random: The states of the random generators.
-        buffers: The buffers around the stages.
-        attributes: The attributes of each module, and what they are now.
-        parameters: The parameters around the stages, with their versions.
+    Buffers and parameters are those around the stages; parameters have their versions.
     """
 
     random: RandomState
@@ -56,7 +52,7 @@ class _State(NamedTuple):
     parameters: list[tuple[str, str, nn.Parameter, int]]
 
     def changed_values(self) -> list[tuple[str, str, Any]]:
-        """Return what is assigned to attributes since, if other processes are told of it."""
+        """Return the values that attributes have got since, if other processes are told of them."""
         return [
             (path, name, value)
             for path, before, now in self.attributes
@@ -67,20 +63,11 @@ class _State(NamedTuple):
 
 
 class LastOutputs:
-    """Runs the steps of a LightningModule, and tells the other processes what came of them.
+    """Runs the steps of a LightningModule, and tells the other processes their effects.
 
-    Args:
-        module: The LightningModule.
-        pipeline: The pipeline in it.
-        inner: Tells the processes that do not run the steps.
-        changes: Records the methods that are replaced until teardown.
-        explain: Raises why the network has failed in place of an error, if it is of that.
-
-    Attributes:
-        called: Whether the latest step has called the pipeline.
-
-    Raises:
-        ValueError: If the pipeline has several modules.
+    ``inner`` tells the processes that do not run the steps; ``explain`` raises the failure of
+    another process in place of an error of the network. ``called`` is True if the latest step has
+    called the pipeline. Raises a ValueError if the pipeline has several modules.
     """
 
     def __init__(
@@ -129,8 +116,6 @@ class LastOutputs:
         return not self._inner.lasting
 
     def training(self, precision: Precision, in_wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs ``training_step`` for a whole batch."""
-
         def step(*args: Any, **kwargs: Any) -> Any:
             run = partial(self._module.training_step, *args, **kwargs)
             with precision.train_step_context():
@@ -147,10 +132,8 @@ class LastOutputs:
     ) -> Any:
         """Return the result of a step; the others get its loss, if it ``trains``, or nothing.
 
-        What it logs is logged in ``logging()``, the state in which a Trainer runs such a step.
-
-        Raises:
-            RuntimeError: If the step calls the pipeline a second time, or optimizes by itself.
+        Its logs are written in ``logging()``, the state in which a Trainer runs such a step.
+        Raises a RuntimeError if it calls the pipeline a second time, or optimizes by itself.
         """
         if trains and not self._module.automatic_optimization:
             raise RuntimeError(
@@ -189,7 +172,6 @@ class LastOutputs:
         return _State(RandomState.capture(), buffers, attributes, parameters)
 
     def _outcome(self, step: StepAtLast, result: Any, before: _State | None) -> Mapping[str, Any]:
-        """Return what the other processes must know of a step."""
         assert before is not None, "it is called in the first process"
         is_dict = isinstance(result, Mapping)
         loss = result.get("loss") if is_dict else result
@@ -217,7 +199,7 @@ class LastOutputs:
         }
 
     def _follow(self, step: StepAtLast, outcome: Mapping[str, Any], result: Any) -> Any:
-        """Do what the first process has done after its call; return the result of the step."""
+        """Follow the first process after its call; return the result of the step."""
         self._inner.compare(outcome["left"], outcome["layers"])
         RandomState.capture().follow(outcome["random"])
         for path, name, value in outcome["buffers"]:
@@ -306,7 +288,7 @@ class LastOutputs:
 
 
 def _is_told(value: Any) -> bool:
-    """Return whether other processes are told of a value: a number, string, or small tensor."""
+    """Return True for a value that other processes are told: a number, string or small tensor."""
     if type(value) is Tensor:
         return not value.requires_grad and value.numel() <= _SMALL
     return value is None or type(value) in (bool, int, float, str)

@@ -1,6 +1,6 @@
 """Runs training_step for each micro-batch, as one step of Lightning's loop.
 
-The pipeline's engine runs the steps as coroutines. Lightning still gets what it expects of one
+The pipeline's engine runs the steps as coroutines. Lightning still gets the effects of one
 step: a result, values that are logged once, a loss that a gradient scaler may scale.
 """
 
@@ -32,17 +32,11 @@ InWrapper = Callable[[Callable[[], Any]], Any]
 
 
 class MicroBatchSteps:
-    """Runs training_step for each micro-batch.
+    """Runs training_step for each micro-batch, by a schedule other than ``"fill_drain"``.
 
-    Args:
-        schedule: The schedule, other than ``"fill_drain"``.
-        module: The LightningModule.
-        pipeline: The pipeline in it.
-        verify: Whether to verify the first batch, or a few rows of it.
-        in_wrapper: Returns the result of a function, called in the forward of the module's wrapper.
-
-    Raises:
-        ValueError: If the schedule does not fit the pipeline.
+    ``verify`` tells to verify the first batch, or a few rows of it. ``in_wrapper`` returns the
+    result of a function, called in the forward of the module's wrapper. Raises a ValueError if the
+    schedule does not fit the pipeline.
     """
 
     def __init__(
@@ -64,18 +58,9 @@ class MicroBatchSteps:
 
     @property
     def verifies(self) -> bool:
-        """True if the next step is verified."""
         return bool(self._verify)
 
     def run(self, precision: Precision, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run training_step for each micro-batch, and return its result for the batch.
-
-        Args:
-            precision: The Trainer's precision plugin.
-            batch: The batch.
-            args: Other arguments of training_step.
-            kwargs: Its named arguments.
-        """
         module, stepping = self._module, self._stepping
         if not module.automatic_optimization:
             raise RuntimeError(
@@ -138,7 +123,7 @@ class MicroBatchSteps:
 def _warning_of_changes(
     module: L.LightningModule, layers: Collection[nn.Module], batch: Any, pieces: Sequence[Any]
 ) -> Iterator[None]:
-    """Warn of what the steps leave on the module or in a batch, which one step leaves once."""
+    """Warn of changes that each step makes on the module or in a batch, and one step makes once."""
     before = {name: (x, _edits_of(x)) for name, x in _values_on(module, layers)}
     yield
     after = ((name, x, *before.get(name, (None, 0))) for name, x in _values_on(module, layers))

@@ -119,7 +119,7 @@ class StrategyOptions:
         return "never" if is_by_micro_batch(self.schedule) else "except_last"
 
     def folded(self, workers: int) -> bool:
-        """Return True if the stages go down so many devices and back: the last is on the first."""
+        """Return True if the stages go down the devices and back: the last is on the first."""
         return self.schedule != "auto" and is_folded(self.schedule, workers)
 
     @property
@@ -130,12 +130,10 @@ class StrategyOptions:
 
     @property
     def divides_gradients(self) -> bool:
-        """True if replicas have averaged gradients in parts."""
         return self.sharding in ("gradients", "parameters")
 
     @property
     def divides_parameters(self) -> bool:
-        """True if replicas have parameters of stages in parts."""
         return self.sharding == "parameters"
 
     def same_everywhere(self) -> dict[str, Any]:
@@ -143,12 +141,7 @@ class StrategyOptions:
         return {**vars(self), "activation_checkpointing": self.checkpointing}
 
     def requested(self, chunks: int, schedule: AnySchedule | Literal["auto"]) -> Requested:
-        """Return the options that may be planned.
-
-        Args:
-            chunks: The number of micro-batches if the user leaves it open.
-            schedule: The schedule that the LightningModule allows.
-        """
+        """Return the options that may be planned, with ``chunks`` if the user leaves it open."""
         number = chunks if self.chunks is None else self.chunks
         return Requested(
             number,
@@ -197,7 +190,7 @@ class StrategyOptions:
             )
 
     def _check_divided(self) -> None:
-        """Refuse what needs all parameters of a stage in one process."""
+        """Refuse options that need all parameters of a stage in one process."""
         if self.weights != "device":
             raise ValueError(
                 "sharding='parameters' keeps weights in the replicas, on their devices: got "

@@ -51,13 +51,7 @@ def piped_modules_of(
 ) -> list[PipedModule]:
     """Return the piped modules at the user's paths or, without a path, those with the work.
 
-    Args:
-        root: The LightningModule.
-        options: The user's.
-        several: Whether there may be several where the user names none.
-
-    Raises:
-        TypeError, ValueError: If a module is missing, ambiguous, or cannot be cut.
+    Raises a TypeError or ValueError if a module is missing, ambiguous, or cannot be cut.
     """
     refuse_pipelines(root)
     check_initialised(root, type(root).__name__)
@@ -75,15 +69,8 @@ def piped_modules_of(
 class PipelinedModule:
     """The pipelines in a LightningModule, the same in all processes.
 
-    Args:
-        trainer: The Trainer of the LightningModule.
-        settings: The user's settings.
-        processes: The processes of the Trainer.
-        measured_balances: The balances that were measured before; gets the new ones.
-        measured: Whether to measure the layers even if no balance needs it.
-
-    Attributes:
-        modules: The piped modules.
+    ``measured_balances`` are those that were measured before, and gets the new ones. With
+    ``measured``, the layers are measured even if no balance needs it.
     """
 
     def __init__(
@@ -213,11 +200,9 @@ class PipelinedModule:
 
     @property
     def ends(self) -> set[int]:
-        """The places of the processes of the first and the last stage."""
         return self.pipeline.layout.ends
 
     def norms_around(self) -> dict[str, _BatchNorm]:
-        """Return the batch norms around the stages by their paths."""
         inside = {
             module
             for layout in self.pipeline.layouts
@@ -228,7 +213,6 @@ class PipelinedModule:
         return {path: x for path, x in found if isinstance(x, _BatchNorm) and x not in inside}
 
     def elsewhere(self) -> set[str]:
-        """Return the paths of the modules in stages of other processes."""
         here: dict[bool, set[nn.Module]] = {True: set(), False: set()}
         for layout in self.pipeline.layouts:
             for j, partition in enumerate(layout.partitions):
@@ -262,7 +246,7 @@ class PipelinedModule:
         self.pipeline.close()
 
     def __str__(self) -> str:
-        """A line for each module with its cut, what is around and what could be piped; the plan."""
+        """A line for each module with its cut, the rest and what could be piped; the plan."""
         lines = []
         for piped, layout in zip(self.modules, self.pipeline.layouts, strict=True):
             cut = ", ".join(f"{part} on {layout.where(part.index)}" for part in layout.partitions)
@@ -294,7 +278,7 @@ class PipelinedModule:
 
 
 def must_stay(root: nn.Module) -> bool:
-    """Return whether a LightningModule must not be moved, because its setup has failed.
+    """Return True if a LightningModule must not be moved, because its setup has failed.
 
     Tensors are on the meta device, or another Trainer's pipeline is in use.
     """
@@ -303,11 +287,7 @@ def must_stay(root: nn.Module) -> bool:
 
 
 def report(verdict: Verdict) -> None:
-    """Report the result of a verification to the user.
-
-    Raises:
-        RuntimeError: If there is a difference without a known reason.
-    """
+    """Report the result of a verification; raise RuntimeError for an unexplained difference."""
     try:
         verdict.check()
     except RuntimeError as error:

@@ -2,8 +2,7 @@
 
 Lightning's parallel strategies take the number of processes, and the rank of each, from the devices
 or from the environment. A pipeline in one process has one rank, whatever the number of its devices,
-and also where a launcher's variables are set. Several processes are started by Lightning's
-launchers.
+and also where a launcher's variables are set.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ _BROKEN = 5.0  # the same until it is known why a connection has ended
 class Processes:
     """The processes of a Trainer, one of which is this one.
 
-    Args:
-        options: The arguments of the strategy.
-
     Attributes:
         devices: The devices of this machine.
         groups: The process groups, while several processes are connected.
@@ -109,7 +105,6 @@ class Processes:
 
     @property
     def folded(self) -> bool:
-        """True if the stages go down the devices of the pipeline and back."""
         workers = self._nodes * len(self.devices) // self._arrangement().pipelines
         return self.options.folded(workers)
 
@@ -152,17 +147,14 @@ class Processes:
 
     @property
     def replica(self) -> int:
-        """The number of this process's replica."""
         return self.arrangement.replica_of(self.global_rank)
 
     @property
     def place_in_pipeline(self) -> int:
-        """The number of this process among those of its pipeline."""
         return 0 if self.pipeline_group is None else self.pipeline_group.rank
 
     @property
     def shard(self) -> int:
-        """The number of this process among those of its stage."""
         return self.global_rank % self.options.tensor_parallel
 
     @property
@@ -221,10 +213,8 @@ class Processes:
     def connect(self, device: torch.device, *, synchronised: bool) -> None:
         """Join the other processes, and draw the same random numbers as those of this pipeline.
 
-        ``synchronised``: batch norms normalise by the rows of all replicas.
-
-        Raises:
-            RuntimeError: If some processes do not start, or use other versions or options.
+        With ``synchronised``, batch norms normalise by the rows of all replicas. Raises a
+        RuntimeError if some processes do not start, or use other versions or options.
         """
         if not self.launched:
             refuse_several_processes(self._environment)
@@ -283,7 +273,7 @@ class Processes:
                 engine.explain(self._cause_of)
 
     def _cause_of(self, error: BaseException) -> BaseException:
-        """Return the failure in another process that an error of the network comes of, or this."""
+        """Return the failure of another process that caused a network error, or the error."""
         if self.groups is None or not is_broken_connection(error):
             return error
         return self.groups.lifeline.failure(_BROKEN) or error
@@ -291,8 +281,7 @@ class Processes:
     def tell(self, error: BaseException) -> None:
         """Tell the other processes of an error; note in it if one of them had failed before.
 
-        Raises:
-            RankFailed, OutOfStep: In place of an error of the network that comes of it.
+        Raises RankFailed or OutOfStep in place of an error of the network that it causes.
         """
         if self.groups is None:
             return
@@ -310,11 +299,7 @@ class Processes:
             add_note(error, f"{failure}")
 
     def explain(self, error: BaseException) -> None:
-        """Raise why the network has failed in place of ``error``, if it is of that.
-
-        Raises:
-            RankFailed, OutOfStep: The failure of another process that it comes of.
-        """
+        """Raise RankFailed or OutOfStep in place of an error of the network, if one caused it."""
         cause = self._cause_of(error)
         if cause is not error:
             raise cause from error
@@ -328,7 +313,6 @@ class Processes:
 
     @property
     def everyone(self) -> Group:
-        """All processes, once they are connected."""
         assert self.groups is not None, "the processes are connected"
         return self.groups.everyone
 
@@ -363,7 +347,7 @@ class Processes:
 
     @property
     def kept_values(self) -> set[str] | None:
-        """The names of what a process of another replica than the first saves; None in that."""
+        """The names of the values that a process of a replica saves; None in the first replica."""
         return self.kept if self.replica else None
 
     def meet(self, purpose: str) -> None:
@@ -423,7 +407,7 @@ class Processes:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend of torch.distributed for tensors on ``device`` and on the host."""
+    """Return the backend of torch.distributed for tensors on ``device`` and on the host."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 

@@ -197,10 +197,7 @@ def warn_of_one_device(
 ) -> None:
     """Warn if nothing runs at the same time, unless the user asked for a single stage.
 
-    Args:
-        balances: The argument for each module; a list says how many stages.
-        sizes: The number of layers in each stage, of each module.
-        devices: The number of devices of a pipeline.
+    ``balances`` are the argument for each module; a list says how many stages.
     """
     stages = max(map(len, sizes))
     if devices == 1 < stages:
@@ -274,7 +271,7 @@ def refuse_recomputed_metrics(root: nn.Module, pipeline: GPipe) -> None:
 
 
 def metrics_on_meta(module: nn.Module) -> list[str]:
-    """The names of the metrics within ``module`` whose state was created on the meta device."""
+    """Return the names of the metrics within ``module`` with state created on the meta device."""
     return [
         name
         for name, metric in module.named_modules()

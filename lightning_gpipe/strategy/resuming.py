@@ -20,11 +20,7 @@ from lightning_gpipe.strategy.processes import Processes
 
 
 class RandomStates:
-    """The random states of all processes, in checkpoints and when a run goes on from one.
-
-    Args:
-        processes: The processes of the Trainer.
-    """
+    """The random states of all processes, in checkpoints and when a run goes on from one."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes

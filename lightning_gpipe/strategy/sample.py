@@ -1,6 +1,6 @@
 """Captures the inputs of a LightningModule's pipelines, for a balance that is measured.
 
-By Lightning's convention, ``example_input_array`` is what the module's forward is called with.
+By Lightning's convention, ``example_input_array`` has the arguments of the module's forward.
 Without it there is a batch only in a fit, the first of the train dataloader, and only
 ``training_step`` knows which part of it the layers get: it is called, and ends when it reaches
 them.
@@ -29,16 +29,7 @@ from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_o
 def entries_in(
     module: LightningModule, trainer: Trainer, modules: Sequence[PipedModule]
 ) -> list[Entry]:
-    """The input of each pipeline.
-
-    Args:
-        module: The LightningModule.
-        trainer: Its Trainer.
-        modules: The modules that run as pipelines.
-
-    Raises:
-        ValueError: If there is neither an example nor a batch.
-    """
+    """Return the input of each pipeline; raise ValueError if there is neither example nor batch."""
     precision = trainer.precision_plugin
     example = module.example_input_array
     if example is not None:
@@ -60,7 +51,7 @@ def entries_in(
 
 
 def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:
-    """The optimizers that the module configures, to see their kinds; none outside of a fit."""
+    """Return the optimizers that the module configures, for their kinds; none outside a fit."""
     if trainer.state.fn != TrainerFn.FITTING:
         return []
     configured: Any = module.configure_optimizers()
@@ -68,7 +59,7 @@ def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:
 
 
 def _first_batch(module: LightningModule, trainer: Trainer) -> Any:
-    """The first batch of the train dataloader, which the fit gets again."""
+    """Return the first batch of the train dataloader, which the fit gets again."""
     loaders: Any = trainer.fit_loop._data_source.dataloader()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:

@@ -33,10 +33,7 @@ class CollectedLogs:
     """Stands in for the ``log`` of a LightningModule while its step runs for micro-batches.
 
     Values are combined as means weighted like the losses, or by the ``batch_size`` in the calls.
-
-    Args:
-        module: The LightningModule.
-        current: Returns the index of the micro-batch whose step runs.
+    ``current`` returns the index of the micro-batch whose step runs.
     """
 
     def __init__(self, module: L.LightningModule, current: Callable[[], int]) -> None:
@@ -47,7 +44,6 @@ class CollectedLogs:
         self._calls: dict[str, list[dict[int, Arguments]]] = {}
 
     def collecting(self) -> Manager:
-        """Collect the calls in a ``with`` block."""
         return Journal().changed([(vars(self._module), "log", self)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +62,6 @@ class CollectedLogs:
         calls.append({i: call})
 
     def write(self, outcome: Outcome, metrics: BatchMetrics) -> None:
-        """Log the values of the batch."""
         for calls in self._calls.values():
             for of_micro_batches in calls:
                 arguments = _combined(of_micro_batches, outcome)
@@ -87,7 +82,6 @@ class BatchMetrics:
         self._returned: dict[int, tuple[Tensor, int]] = {}  # by address: a value, of which metric
 
     def watched(self, modules: Iterable[nn.Module]) -> Manager:
-        """Watch the calls of metrics in a ``with`` block."""
         self._called.clear()
         self._returned.clear()
         metrics = _metrics_among(modules)
@@ -106,8 +100,7 @@ class BatchMetrics:
     def value(self, values: Sequence[Any]) -> Any:
         """Return the value of the batch, where calls of one metric returned those of micro-batches.
 
-        Returns:
-            None where ``values`` are others, or are not of all calls of the metric.
+        None where ``values`` are others, or are not of all calls of the metric.
         """
         addresses = [x.data_ptr() for x in values if isinstance(x, Tensor)]
         keys = {self._returned[x][1] if x in self._returned else None for x in addresses}
@@ -183,5 +176,5 @@ def _reduced(by: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _same(value: Any, loss: Tensor | None) -> bool:
-    """Return whether a value is the loss; reading it would wait for its device."""
+    """Return True if a value is the loss; reading it would wait for its device."""
     return isinstance(value, Tensor) and loss is not None and value.data_ptr() == loss.data_ptr()

@@ -24,9 +24,7 @@ from lightning_gpipe.core.run import LOSS_WEIGHT
 def result_of(outcome: Outcome, constants: Sequence[Any] = ()) -> Any:
     """Return the result of a step, for callbacks and for Lightning's own loop.
 
-    Args:
-        outcome: The results for the micro-batches.
-        constants: Values that are the same for all of them, such as the index of the batch.
+    ``constants`` are values that are the same for all micro-batches, such as the batch's index.
     """
     results = outcome.results
     if outcome.loss is None or not all(isinstance(result, Mapping) for result in results):
@@ -80,7 +78,7 @@ class _Joining:
         return first if all((x == first) is True for x in values) else values
 
     def _are_counts(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether integers are to be added: all but those that are the same everywhere."""
+        """Return True if integers are to be added: all but those that are the same everywhere."""
         first = values[0]
         if isinstance(first, Tensor) or values == self._rows or any(x != first for x in values):
             return True
@@ -106,7 +104,6 @@ class _Joining:
 
 
 def _dtype_of(value: Any) -> torch.dtype | None:
-    """Return the dtype of a number; None for other values."""
     if isinstance(value, Tensor) and not value.dim() and value.dtype is not torch.bool:
         return value.dtype
     return {float: torch.float64, int: torch.int64}.get(type(value))

@@ -37,13 +37,10 @@ from lightning_gpipe.strategy.pipelined import PipelinedModule, report
 class UserSteps:
     """Runs the steps of a LightningModule.
 
-    Args:
-        module: The LightningModule.
-        piped: The pipelines in it.
-        verify: Whether to verify the first training batch, if each micro-batch has a loss, or a
-            few rows of it.
-        in_wrapper: Returns the result of a function, called in the forward of the module's wrapper.
-        last: Runs steps whose outputs are for the last stage; None if all processes get them.
+    ``verify`` tells to verify the first training batch, if each micro-batch has a loss, or a few
+    rows of it. ``in_wrapper`` returns the result of a function, called in the forward of the
+    module's wrapper. ``last`` runs steps whose outputs are for the last stage; None if all
+    processes get them.
     """
 
     def __init__(
@@ -90,17 +87,10 @@ class UserSteps:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Return the result of ``training_step`` for a batch.
+        """Return the result of ``training_step`` for a batch; ``step`` calls it once, for all rows.
 
-        Args:
-            step: Calls it once, for the whole batch.
-            precision: The Trainer's precision plugin.
-            args: The batch, and other arguments of the step.
-            kwargs: Named arguments of the step.
-
-        Raises:
-            RuntimeError: If the step went around the pipeline.
-            OutOfStep: If it ran no mini-batch, and another process did.
+        Raises a RuntimeError if the step went around the pipeline, and OutOfStep if it ran no
+        mini-batch, and another process did.
         """
         if self._by_micro_batch is not None:
             step = partial(self._by_micro_batch.run, precision)
@@ -120,7 +110,6 @@ class UserSteps:
     def _at_last(
         self, last: LastOutputs, step: Callable[..., Any], precision: Precision
     ) -> Callable[..., Any]:
-        """Return the function that runs a training step whose outputs are for the last stage."""
         if self._by_micro_batch is not None:
             logging = precision.train_step_context
             return lambda *args, **kwargs: last.run(
@@ -130,7 +119,7 @@ class UserSteps:
 
     @contextmanager
     def _sample(self) -> Iterator[None]:
-        """Verify a few rows of what is called in the first step of a fit that is not resumed."""
+        """Verify a few rows of the input in the first step of a fit that is not resumed."""
         if self._sampled or self._module.global_step:
             yield
             return
@@ -154,11 +143,8 @@ class UserSteps:
 class BypassCheck:
     """Checks that the steps of a LightningModule run one of its pipelines.
 
-    Args:
-        root: The LightningModule.
-        piped: The pipelined module in it.
-        together: All pipelined modules. A step may leave out some of them, as a GAN that trains its
-            networks in turns, but is warned of if it runs none.
+    ``together`` has all pipelined modules. A step may leave out some of them, as a GAN that trains
+    its networks in turns, but is warned of if it runs none.
     """
 
     def __init__(
@@ -173,14 +159,10 @@ class BypassCheck:
         self._settled: set[str] = set()  # the steps that ran the pipeline, or were warned of
 
     def training(self, step: Callable[[], Any], *, automatic: bool) -> Any:
-        """Return the result of ``training_step``.
+        """Return the result of ``training_step``, which ``step`` runs.
 
-        Args:
-            step: Runs it.
-            automatic: Whether optimization is automatic, where a result None skips the batch.
-
-        Raises:
-            RuntimeError: If the step went around the pipeline.
+        If optimization is ``automatic``, a result None skips the batch. Raises a RuntimeError if
+        the step went around the pipeline.
         """
         name, runs, total = "training_step", self._piped.runs, self._total()
         if not self._record:
@@ -233,7 +215,6 @@ class BypassCheck:
         return sum(piped.runs for piped in self._together)
 
     def _recorded(self, ran: list[int]) -> Manager:
-        """Add the indices of the layers that run in a ``with`` block to ``ran``."""
         # A scripted layer takes no hooks; one compiled in place would compile them.
         return LazyManagers(
             lambda: (

@@ -35,11 +35,9 @@ except ImportError:  # new in Lightning 2.6
 class Averages:
     """The averages of a model during a fit; without such a callback nothing happens.
 
-    An average stays on the device that the user chose for it, if any.
-
-    Args:
-        whole_state: Returns the state dict of a model with the values of all processes.
-        in_parts: Returns whether there are several, although this one may have all parameters.
+    An average stays on the device that the user chose for it, if any. ``whole_state`` returns the
+    state dict of a model with the values of all processes; ``in_parts`` whether there are several,
+    although this one may have all parameters.
     """
 
     def __init__(
@@ -53,8 +51,7 @@ class Averages:
     def hold_back(self, model: LightningModule) -> None:
         """Make the callbacks keep their copies of ``model`` on the CPU at first.
 
-        Raises:
-            ValueError: If there is such a callback and ``model`` is on the meta device.
+        Raises a ValueError if there is such a callback and ``model`` is on the meta device.
         """
         self.release()
         if model.trainer.state.fn != TrainerFn.FITTING:
@@ -103,14 +100,13 @@ class Averages:
             self.follow(model)
 
     def release(self) -> None:
-        """Let the callbacks choose their devices again."""
         for callback in self._to_move:
             callback._device = None
         self._callbacks, self._to_move, self._epoch = [], [], -1
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers, in the order in which the callbacks pair them."""
+    """Return the parameters and buffers, in the order in which the callbacks pair them."""
     return chain(module.parameters(), module.buffers())
 
 

@@ -38,7 +38,7 @@ _NORM = r"grad_.+_norm_total"  # as Lightning names it, whose value is a tensor;
 
 
 def guard_logs(root: L.LightningModule, changes: Journal, *, split: bool) -> None:
-    """Refuse what layers log with a LightningModule, or with one within it.
+    """Refuse calls of ``log`` by layers, of a LightningModule or one within it.
 
     If the stages are split over processes, refuse norms of the gradients of one process, too.
     """

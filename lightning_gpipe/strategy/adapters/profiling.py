@@ -23,7 +23,7 @@ _AT_ONCE = 16  # mini-batches that are read together: to read one waits for the 
 
 
 def profiler_of(model: L.LightningModule) -> Profiler:
-    """The profiler of the model's Trainer."""
+    """Return the profiler of the model's Trainer."""
     profiler: Profiler = model.trainer.profiler  # type: ignore[attr-defined]  # a connector sets it
     return profiler
 
@@ -87,7 +87,7 @@ class Profiling:
 
 
 def path_of(pipeline: GPipe, timeline: Timeline) -> str:
-    """The path of the module that ran; empty if there is only one pipeline."""
+    """Return the path of the module that ran; empty if there is only one pipeline."""
     if len(pipeline.layouts) == 1:
         return ""
     pairs = zip(pipeline.piped_modules, pipeline.layouts, strict=True)

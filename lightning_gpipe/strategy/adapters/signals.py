@@ -29,11 +29,7 @@ _REQUESTS = {"SIGTERM": "_sigterm_notifier_fn", "requeue": "_slurm_sigusr_handle
 
 
 class Signals(Callback):
-    """Lets all processes of a Trainer act together on signals and errors.
-
-    Args:
-        processes: The processes.
-    """
+    """Lets all processes of a Trainer act together on signals and errors."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes

@@ -1,4 +1,4 @@
-"""GradientAveraging: the gradients of replicas become their average, in DDP or without it."""
+"""The gradients of replicas become their average, in DDP or without it."""
 
 from __future__ import annotations
 
@@ -38,16 +38,9 @@ from lightning_gpipe.strategy.replicas.sharding import Sharding
 class GradientAveraging:
     """Averages gradients over replicas, those of stages as soon as their sums are known.
 
-    DistributedDataParallel wraps the module and averages the rest, unless gradients are divided
-    among replicas, or parameters among the processes of a stage, which it knows nothing of.
-
-    Args:
-        processes: The processes of the Trainer.
-        sharding: What replicas divide among them.
-        ddp: Options of DistributedDataParallel.
-
-    Raises:
-        ValueError: If ``ddp`` has no such options.
+    DistributedDataParallel, with the options ``ddp``, wraps the module and averages the rest,
+    unless gradients are divided among replicas, or parameters among the processes of a stage.
+    Raises a ValueError for an option that it does not have.
     """
 
     def __init__(
@@ -77,7 +70,6 @@ class GradientAveraging:
 
     @property
     def is_due(self) -> bool:
-        """True if a backward averages gradients."""
         return self._processes.options.divides_gradients or not self._accumulates
 
     def begin(self, pipelined: PipelinedModule) -> None:
@@ -90,12 +82,10 @@ class GradientAveraging:
     def wrapped(self, module: LightningModule, around: Collection[nn.Parameter]) -> nn.Module:
         """Give all replicas the values of the first.
 
-        ``around`` are the parameters that each process of a pipeline has.
-
-        Returns:
-            In a fit a wrapper whose backward averages the gradients over replicas that do not leave
-            early; the module itself otherwise, if no such parameter here needs a gradient, or if
-            gradients are divided among replicas.
+        ``around`` are the parameters that each process of a pipeline has. Return, in a fit, a
+        wrapper whose backward averages the gradients over replicas that do not leave early; the
+        module itself otherwise, if no such parameter here needs a gradient, or if gradients are
+        divided.
         """
         across = self._processes.across
         assert across is not None, "there are replicas, and connected"
@@ -126,13 +116,11 @@ class GradientAveraging:
         return wrapper or module
 
     def outdated(self, module: LightningModule, wrapper: nn.Module) -> bool:
-        """True if the module must be wrapped anew.
+        """Return True if the module must be wrapped anew.
 
         That is if other parameters need gradients than before, or the fit begins, from when on
         gradients may leave early: until then the user can register a communication hook, for all.
-
-        Raises:
-            RuntimeError: If the user registers one later.
+        Later that raises a RuntimeError.
         """
         early = leaves_early(self._ddp, wrapper)
         if self._early is None:
@@ -154,7 +142,7 @@ class GradientAveraging:
         stages: Mapping[int, Sequence[nn.Parameter]],
         alone: Iterable[nn.Parameter],
     ) -> None:
-        """Let all gradients be averaged without the wrapper, once a fit has begun.
+        """Average all gradients without the wrapper, once a fit has begun.
 
         They are in the owners of their parameters, if replicas share them.
         """
@@ -226,9 +214,8 @@ class GradientAveraging:
     def leaving_early(self, *, loss: Tensor | None = None, adds: bool = True) -> Iterator[None]:
         """A ``with`` block in which the gradients of stages leave early.
 
-        Args:
-            loss: The loss whose backward runs; None for a training step.
-            adds: Whether its gradients are added to those of steps before.
+        ``loss`` is the one whose backward runs; None for a training step. With ``adds``, gradients
+        are added to those of steps before.
         """
         by_trainer = Journal().changed([(Attributes(self), "_in_backward", loss is not None)])
         with by_trainer, self._leaving_early(loss, adds=adds):

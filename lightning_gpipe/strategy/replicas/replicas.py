@@ -1,8 +1,8 @@
 """Replicas of a pipeline, and the processes of each, train together.
 
 The processes of one pipeline see the same batches and hold the same values. So nothing is averaged
-or summed over them: to a metric, a logger or a user's ``all_gather`` they are one. What is averaged
-or gathered is so over replicas, each process with those that have its place in the others.
+or summed over them: to a metric, a logger or a user's ``all_gather`` they are one. Averages and
+gathers are over replicas, each process with those that have its place in the others.
 """
 
 from __future__ import annotations
@@ -51,14 +51,8 @@ from lightning_gpipe.strategy.replicas.sharding import Sharding
 class Replicas:
     """Keeps the values of several processes the same, while a model trains.
 
-    Args:
-        processes: The processes of the Trainer.
-        sharding: What replicas divide among them.
-        averaging: What averages gradients over replicas.
-
-    Attributes:
-        synchronising: Returns a ``with`` block in which batch norms around the stages normalise by
-            the rows of all replicas, if the Trainer asks for it.
+    ``synchronising`` returns a ``with`` block in which batch norms around the stages normalise by
+    the rows of all replicas, if the Trainer asks for it.
     """
 
     def __init__(
@@ -78,8 +72,7 @@ class Replicas:
     def synchronise(self, piped: PipelinedModule) -> None:
         """Let batch norms normalise by the rows of all replicas, if the Trainer asks for it.
 
-        Raises:
-            ValueError: If one around the stages has a forward of its own.
+        Raises a ValueError if one around the stages has a forward of its own.
         """
         self.synchronising = _apart
         groups = self._processes.groups
@@ -101,11 +94,10 @@ class Replicas:
         return [] if self._parts is None else self._parts.at_ends
 
     def after_backward(self, *, called: bool, alone: bool) -> bool:
-        """Give the processes of a pipeline the same gradients of what each of them has.
+        """Give the processes of a pipeline equal gradients of the parameters that each of them has.
 
-        Returns:
-            Whether some parameters have no values here any more, see
-            :meth:`GradientsAround.add_up`.
+        Return True if some parameters have lost their values here, see
+        :meth:`GradientsAround.add_up`.
         """
         if self._together is None or not self._averaging.is_due:
             return False
@@ -140,7 +132,7 @@ class Replicas:
     def _homes(
         self, pipelined: PipelinedModule, around: Sequence[nn.Parameter], group: Group
     ) -> GradientsAround:
-        """Let each parameter around be where it is used, as outputs are for the last stage."""
+        """Keep each parameter around where it is used, with outputs for the last stage."""
         processes = self._processes
         return GradientsAround(
             around,
@@ -213,7 +205,6 @@ class Replicas:
 
 
 def _apart() -> Manager:
-    """Return a ``with`` block in which each replica normalises by its own rows."""
     return NOTHING  # a function with a name, since a spawned process gets it pickled
 
 

@@ -1,4 +1,4 @@
-"""Sharding: what replicas divide among them, of which each has whole copies otherwise."""
+"""Sharding: replicas divide tensors among them, of which each has whole copies otherwise."""
 
 from __future__ import annotations
 
@@ -30,13 +30,8 @@ from lightning_gpipe.strategy.processes import Processes
 class Sharding:
     """Gives each replica its share of optimizer states, gradients and parameters.
 
-    Args:
-        processes: The processes of the Trainer, whose options say what is divided.
-        ddp: Options of DistributedDataParallel; how much is sent at once is one of them.
-
-    Attributes:
-        shares: The replica of each parameter, from :meth:`begin` to :meth:`end`; None if nothing is
-            divided.
+    ``ddp`` has options of DistributedDataParallel, such as the size of a message. ``shares`` has
+    the replica of each parameter, from :meth:`begin` to :meth:`end`; None if nothing is divided.
     """
 
     def __init__(self, processes: Processes, ddp: Mapping[str, Any] | None) -> None:
@@ -71,8 +66,7 @@ class Sharding:
     def divide_parameters(self, module: nn.Module, pipelined: PipelinedModule) -> None:
         """Divide the parameters of stages among replicas until :meth:`end`, if the user asks.
 
-        Raises:
-            ValueError: If several modules are pipelines.
+        Raises a ValueError if several modules are pipelines.
         """
         across, groups = self._processes.across, self._processes.groups
         if across is None or groups is None or not self._of_parameters:
@@ -95,7 +89,7 @@ class Sharding:
         self._processes.kept = {n for n, x in named if shares.keeps(x) and shares.is_own(x)}
 
     def begin(self, around: Collection[nn.Parameter]) -> None:
-        """Share what the user asks for, until :meth:`end`; all processes have ``around``."""
+        """Divide as the user asks for, until :meth:`end`; all processes have ``around``."""
         across = self._processes.across
         if self._processes.options.sharding is not None and across is not None:
             self.shares = self.shares or Shares(across, around)
@@ -105,8 +99,7 @@ class Sharding:
     ) -> None:
         """Let each replica step its share of the parameters, if there are shares.
 
-        ``averaging`` returns the ``with`` block in which processes wait for those of other
-        replicas.
+        ``averaging`` returns the ``with`` block in which processes wait for other replicas.
         """
         if self.shares is not None:
             self._optimizers = OptimizerShards(

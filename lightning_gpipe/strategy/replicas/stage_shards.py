@@ -1,4 +1,4 @@
-"""StageShards: the parameters that processes of one stage divide, and those they have alike."""
+"""The parameters that processes of one stage divide, and those that all of them have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StageShards:
         self._handles: list[RemovableHandle] = []  # of hooks on optimizers
 
     def equalise(self, module: nn.Module) -> None:
-        """Give all processes of a stage the same values of what they have no shards of."""
+        """Give all processes of a stage the same values of undivided tensors."""
         groups = self._processes.groups
         if groups is not None and self._processes.options.tensor_parallel > 1:
             with groups.everyone.waiting_for("the values that the processes of a stage share"):
