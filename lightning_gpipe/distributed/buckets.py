@@ -19,10 +19,7 @@ from lightning_gpipe.distributed.shares import Shares
 class Bucket(NamedTuple):
     """Parameters of one dtype, on one device, whose gradients are for the same replicas.
 
-    Attributes:
-        parameters: The parameters.
-        owner: The replica that gets the gradients; None if all do.
-        device: The device.
+    ``owner`` is the replica that gets the gradients; None if all do.
     """
 
     parameters: list[nn.Parameter]
@@ -30,7 +27,6 @@ class Bucket(NamedTuple):
     device: torch.device
 
     def empty(self) -> Flat:
-        """Return memory for the gradients, zeros."""
         flat = self._memory()
         flat.values.zero_()
         return flat
@@ -55,7 +51,7 @@ class Bucket(NamedTuple):
         return Flat(values, [_as(parameter, piece) for parameter, piece in pieces])
 
     def sum(self, flat: Flat, group: ProcessGroup, *, async_op: bool = False) -> Any:
-        """Add gradients up over the replicas, where they are for; elsewhere the values are lost."""
+        """Add gradients up over the replicas that get them; elsewhere the values are lost."""
         if self.owner is None:
             return dist.all_reduce(flat.values, group=group, async_op=async_op)
         return dist.reduce(flat.values, group=group, group_dst=self.owner, async_op=async_op)
@@ -66,12 +62,7 @@ class Bucket(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """The memory of a bucket.
-
-    Attributes:
-        values: All of it.
-        parts: The part of each parameter, in its shape.
-    """
+    """The memory of a bucket, and the part of each parameter in its shape."""
 
     values: Tensor
     parts: Sequence[Tensor]

@@ -92,11 +92,9 @@ class Scripts(_SubprocessScriptLauncher):
 
 
 def end(processes: Sequence[Process], patience: timedelta) -> None:
-    """End processes that this one has started, unless they end by themselves.
+    """End processes that this one has started, unless they end by themselves within ``patience``.
 
-    Args:
-        processes: The processes.
-        patience: How long to wait for those that are not stopped.
+    Those that are stopped are not waited for.
     """
     try:
         rest = _wait_for(processes, patience)
@@ -130,7 +128,6 @@ def _is_alive(process: Process) -> bool:
 
 
 def _is_stopped(process: Process) -> bool:
-    """Return True if a process is stopped, and the system can tell."""
     if sys.platform == "win32" or not hasattr(os, "waitid") or process.pid is None:
         return False
     try:

@@ -45,8 +45,7 @@ def shapes(module: nn.Module) -> dict[str, Any]:
 def check_same(group: Group, facts: Mapping[str, Any]) -> None:
     """Compare the named values of all processes, which all call this.
 
-    Raises:
-        RuntimeError: In all processes; it names the values that differ, and the ranks.
+    Raises a RuntimeError in all of them that names the values that differ, and the ranks.
     """
     # An object without a text of its own has its address in it.
     texts = {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()}
@@ -76,8 +75,7 @@ def run_step(
 ) -> Any:
     """Run a step of the user's code, and compare it if it runs no mini-batch.
 
-    Raises:
-        OutOfStep: If it ran no mini-batch, and that of another process did.
+    Raises OutOfStep if it ran no mini-batch, and that of another process did.
     """
     if training:
         for piped in pipeline.piped_modules:

@@ -118,5 +118,4 @@ class WorldSizeCalls:
 
 
 def _module_of(frame: FrameType) -> str:
-    """Return the name of the module whose code runs, with a dot after it."""
     return f"{frame.f_globals.get('__name__', '')}."

@@ -44,10 +44,7 @@ def bucket_bytes(ddp: Mapping[str, Any]) -> float:
 
 
 def check_options(ddp: Mapping[str, Any] | None, replicas: int, *, wraps: bool = True) -> None:
-    """Raise ValueError for options that the wrapper does not have, or that have no effect.
-
-    ``wraps`` tells that there is a wrapper.
-    """
+    """Raise ValueError for options that a wrapper, if any, does not have, or without effect."""
     supported = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OWN
     if ddp is not None and replicas == 1:
         raise ValueError(
@@ -92,14 +89,8 @@ def replicated(
 ) -> DistributedDataParallel | None:
     """Give all replicas the values of the first, and wrap a model that averages their gradients.
 
-    Args:
-        module: The model, with the stages of other processes on the meta device.
-        group: The processes that have the same stages.
-        options: The options of the wrapper.
-        averaged: Parameters whose gradients are averaged without it.
-
-    Returns:
-        The wrapper; None if no other parameter here needs a gradient.
+    The ``group`` has the same stages; others are on meta. The gradients of the parameters
+    ``averaged`` are averaged without the wrapper, which is None if no other here needs a gradient.
     """
     ids = set(map(id, averaged))
     rest = (each for each in module.parameters() if each.requires_grad and id(each) not in ids)
@@ -117,7 +108,7 @@ def replicated(
 
 
 def equalise(module: nn.Module, group: ProcessGroup, *, shards: bool = True) -> None:
-    """Give all replicas the values of the first, or all processes of a stage what is no shard."""
+    """Give all replicas the first one's values or, without ``shards``, those of whole tensors."""
     tensors = [x.detach() for x in chain(module.parameters(), module.buffers()) if not x.is_meta]
     same = [shard_of(x) for x in tensors if shards or _is_whole(x)]
     if same:

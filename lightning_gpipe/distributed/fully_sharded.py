@@ -36,14 +36,8 @@ def undoing_fully_shard(
     """A ``with`` block after which no module in ``root`` is sharded by FSDP2 over ``mesh``.
 
     Parameters on the meta device keep the places of their values, in files or other processes.
-
-    Args:
-        root: The model.
-        mesh: The replicas; None if there are no other processes.
-        divides: Whether the strategy divides parameters among them.
-
-    Raises:
-        ValueError: If they do not, or a module is sharded in a way that it would not be then.
+    Raises a ValueError if the strategy does not divide parameters among the replicas, or a module
+    is sharded in a way that it would not be then.
     """
     named = root.named_parameters(remove_duplicate=False)
     places = {name: place_of_value(parameter) for name, parameter in named}
@@ -70,7 +64,7 @@ def undoing_fully_shard(
 
 
 def _check(modules: dict[str, Any], mesh: DeviceMesh, *, divides: bool) -> None:
-    """Refuse what a pipeline that divides parameters would not do as ``fully_shard`` says."""
+    """Refuse what ``fully_shard`` asks for, and a pipeline that divides parameters cannot do."""
     if mesh.size() > 1 and not divides:
         raise ValueError(
             "fully_shard in configure_model divides parameters among replicas, which a pipeline "
@@ -111,7 +105,6 @@ def _faults(module: Any, mesh: DeviceMesh) -> Iterator[str]:
 
 
 def _undo(module: Any) -> None:
-    """Give a module back the class and the hooks that it had before ``fully_shard``."""
     # Not before FSDP2 itself is imported, which takes a while.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping

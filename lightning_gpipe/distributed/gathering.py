@@ -31,11 +31,10 @@ def whole_state(
     """Return a module's state dict with the values of all processes; empty in all but the first.
 
     Args:
-        module: The module.
         group: The processes of a pipeline, or of all replicas if these have divided parameters.
         elsewhere: The paths of the modules in stages of other processes.
         kept: The names of the values that this process alone keeps, if it is in another replica
-            than the first, which has what is not divided.
+            than the first, which has all that is not divided.
     """
     parts = group.gather(own_state(module, group, elsewhere, kept, whole=True))
     state: dict[str, Any] = module.state_dict() if parts else {}
@@ -54,7 +53,7 @@ def own_state(
 ) -> dict[str, Any]:
     """Return the part of a module's state dict that this process saves, see :func:`whole_state`.
 
-    ``whole``: with the whole tensors of which the processes of a stage have shards.
+    With ``whole``, shards of the processes of a stage are joined.
     """
     state: dict[str, Any] = module.state_dict()
     if whole:
@@ -86,11 +85,7 @@ def own_optimizer_keys(
 ) -> list[Any]:
     """Return the keys of the part of an optimizer's ``own`` state that this process saves.
 
-    Args:
-        optimizer: The optimizer.
-        own: The states that this process has.
-        group: The processes of a pipeline, or of all replicas if these have different states.
-        place: The place of this process in its pipeline.
+    ``group`` are the processes of a pipeline, or of all replicas if these have different states.
     """
     parameters = [each for one in optimizer.param_groups for each in one["params"]]
     missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
@@ -134,5 +129,4 @@ def _check_complete(missing: Collection[str], values: Collection[str]) -> None:
 
 
 def _order(key: Any) -> tuple[bool, Any]:
-    """Sort by the numbers of parameters, then by an optimizer's other names."""
     return (False, key) if isinstance(key, int) else (True, str(key))

@@ -136,9 +136,8 @@ class GradientAverages(GradientHome):
     def averaging(self, outside: Collection[int] = (), *, adds: bool = True) -> Iterator[None]:
         """A ``with`` block in which the gradients of mini-batches are averaged.
 
-        Args:
-            outside: The ids of parameters that get gradients from outside of the stages, too.
-            adds: Whether gradients are added to ``.grad``, which is to be averaged with them.
+        ``outside`` are the ids of parameters that get gradients from outside of the stages, too.
+        With ``adds``, gradients are added to ``.grad``, which is averaged with them.
         """
         hooked = {id(p) for p in self.parameters if has_hooks(p)}
         self.outside, self._active = hooked.union(outside), True
@@ -185,7 +184,6 @@ class GradientAverages(GradientHome):
             self._add(parameter, average)
 
     def _add(self, parameter: nn.Parameter, average: Tensor) -> None:
-        """Add an average to the ``.grad`` of a parameter in :meth:`finish`."""
         pair = self._averages.get(id(parameter))
         self._averages[id(parameter)] = parameter, average if pair is None else pair[1] + average
 
@@ -385,11 +383,10 @@ class _Sent(NamedTuple):
     """The gradients of a stage on their way.
 
     Attributes:
-        parameters: The parameters of all buckets.
         parts: The averages that this replica gets, by the ids of their parameters.
         notes: The sums over replicas of the number of the mini-batch and, for each parameter, of 1
             if a replica has gradients from outside, and of 1 if it has a share in the average.
-        works: What is to be waited for.
+        works: The collectives to wait for.
     """
 
     parameters: Sequence[nn.Parameter]

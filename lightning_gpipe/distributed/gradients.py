@@ -32,9 +32,7 @@ class SameParameters:
     and its scaler. The plugin stays the same object, since its class is a key in checkpoints.
 
     Args:
-        group: The processes.
         around: The parameters that each process has.
-        plugin: The precision plugin.
         parts: Adds up the gradients of these parameters, if each process has a part of them, those
             of the code that it runs; None if each has all of them.
         everyone: The processes that have gradients of different parameters, if these are not those
@@ -70,7 +68,6 @@ class SameParameters:
             self._changes.write([(vars(plugin.scaler), "_unscale_grads_", self._unscale)])
 
     def begin(self) -> None:
-        """Begin a backward."""
         if self._parts is not None:
             self._parts.begin()
 
@@ -87,7 +84,6 @@ class SameParameters:
         return []
 
     def release(self) -> None:
-        """Restore the methods of the plugin and its scaler."""
         self._changes.undo()
 
     def norms(
@@ -104,7 +100,6 @@ class SameParameters:
         return [norm if there else None for norm, there in sums]
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the gradients of all processes."""
         parameters = list(self._plugin.main_params(optimizer))
         dtype = reduce(torch.promote_types, [x.dtype for x in parameters] or [torch.float32])
         norms = [norm for norm in self.norms(parameters) if norm is not None]
@@ -140,8 +135,7 @@ def gradient_norms(parameters: Sequence[nn.Parameter], norm_type: float) -> list
 def check_alike(named: Mapping[str, nn.Parameter], group: ProcessGroup) -> None:
     """Warn of parameters whose gradients differ by more than rounding errors in processes.
 
-    Norms are compared, and those of gradients that are nearly zero beside others may be rounding
-    errors.
+    Norms are compared, and those that are nearly zero beside others may be rounding errors.
     """
     dense = {name: x for name, x in named.items() if x.grad is None or not x.grad.is_sparse}
     own = [-1.0 if norm is None else norm for norm in gradient_norms([*dense.values()], 2.0)]

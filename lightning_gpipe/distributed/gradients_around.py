@@ -138,7 +138,7 @@ class GradientsAround:
         return home is Home.ALL or self._pipeline.rank in places[home]
 
     def _add(self, home: Home, parameters: Sequence[nn.Parameter], *, both: bool) -> None:
-        """Add up gradients of one dtype; ``both``: the first stage's process lacks some."""
+        """Add up gradients of one dtype; with ``both``, the first stage's process lacks some."""
         if home is Home.ALL:
             flat = self._everyone.sum(_flat(parameters), _WHAT)
             self._write(parameters, flat / self._replicas)
@@ -175,7 +175,7 @@ class GradientsAround:
         self._pipeline.move(tensor, source, target, _WHAT)
 
     def _write(self, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-        """Let parameters have the parts of a tensor as gradients, and what there was before."""
+        """Set parameters' gradients to the parts of a tensor, plus the earlier ones."""
         sums = flat.split([p.numel() for p in parameters])
         for parameter, total in zip(parameters, sums, strict=True):
             if self._shares is not None and not self._shares.is_own(parameter):

@@ -1,4 +1,4 @@
-"""A process group for what the processes of a pipeline exchange beside its tensors.
+"""A process group for values that the processes of a pipeline exchange beside its tensors.
 
 Batches before they are on a device, norms, decisions and checkpoints go through the memory of the
 hosts, over Gloo. They go up and down a tree of the processes: no process sends to all others, and a
@@ -50,7 +50,7 @@ class Watcher(Protocol):
     """Knows which process has failed: a pipeline, or a lifeline."""
 
     def failure(self, within: float) -> RankFailed | OutOfStep | None:
-        """Return how another process has failed, or None after ``within`` seconds."""
+        """Return the failure of another process, or None after ``within`` seconds."""
         ...
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
@@ -60,16 +60,8 @@ class Watcher(Protocol):
 class Group:
     """A process group over Gloo, made in all processes at once.
 
-    Args:
-        timeout: How long to wait for the other processes.
-        ranks: The global ranks of each group of them; None for one of all.
-
-    Attributes:
-        process_group: The group of torch.distributed; None once it is left.
-        rank: The number of this process in the group.
-        ranks: The global rank of each process.
-        size: The number of processes.
-        watchers: Those that know which process has failed.
+    ``ranks`` are the global ones of each group of them; None for one of all. ``process_group`` is
+    that of torch.distributed; None once it is left. ``watchers`` know which process has failed.
     """
 
     def __init__(self, timeout: timedelta, ranks: list[list[int]] | None = None) -> None:
@@ -93,13 +85,13 @@ class Group:
         self._name = f"processes {ranges_of(self.ranks)}"
 
     def abort(self) -> None:
-        """End all waits in the group with errors; it is of no use any more."""
+        """End all waits in the group with errors; it is unusable then."""
         if self.process_group is not None:
             abort_group(self.process_group)
 
     @contextmanager
     def waiting_for(self, what: str, content: Any = None) -> Iterator[bool]:
-        """A ``with`` block that is one operation of all processes, which compare what it is for.
+        """A ``with`` block that is one operation of all processes, which compare its purpose.
 
         Its value is True if the ``content``, which has a ``repr``, is the same in all of them.
 
@@ -125,8 +117,7 @@ class Group:
     def explaining(self, what: str) -> Iterator[None]:
         """A ``with`` block in which some processes wait for one another, for ``what``.
 
-        Raises:
-            RankFailed, OutOfStep: In place of an error of the network that comes of it.
+        Raises RankFailed or OutOfStep in place of an error of the network that it causes.
         """
         try:
             yield
@@ -184,7 +175,6 @@ class Group:
         return tensor
 
     def _collect(self, own: Any) -> list[Any]:
-        """Return the value of each process, in the order of their ranks."""
         values = {self.rank: own}
         for child in self._children:
             values |= receive_value(partial(self._receive, child))
@@ -210,7 +200,6 @@ class Group:
         dist.recv(tensor, group_src=source, group=self.process_group)
 
     def _late(self, what: str) -> str:
-        """Return the error message for processes that have not come in time."""
         late = [
             f"rank {k} {where}"
             for k, where in list(OBSERVED.items())
@@ -224,7 +213,7 @@ class Group:
         )
 
     def _failure(self, within: float) -> RankFailed | OutOfStep | None:
-        """Return how another process has failed, as soon as it is known, or None."""
+        """Return the failure of another process, as soon as it is known, or None."""
         deadline = time.monotonic() + within
         while self.watchers and time.monotonic() < deadline:
             for watcher in self.watchers:
@@ -233,7 +222,6 @@ class Group:
         return None
 
     def is_same(self, text: str, what: str) -> bool:
-        """Return True if all processes have the same text."""
         with self.waiting_for(what, text) as same:
             return same
 
@@ -248,13 +236,10 @@ class Group:
             return self._collect(own)
 
     def equalise(self, tensors: Sequence[Tensor], what: str) -> bool:
-        """Give tensors the values that they have in the first process.
+        """Give tensors the values that they have in the first process; return True if any was sent.
 
-        Those that have them in all processes, by their checksums, are not sent; the others are, in
-        few messages. All processes give the same number of tensors.
-
-        Returns:
-            Whether any was sent.
+        Those whose checksums are the same in all processes are not sent; the others are, in few
+        messages. All processes give the same number of tensors.
         """
         sums = torch.tensor([int(checksum(each)) for each in tensors], dtype=torch.int64)
         with self.waiting_for(f"{len(tensors)} {what}", sums.tolist()) as same:
@@ -299,7 +284,7 @@ class Group:
                 send_value(value, partial(self._send, others))
 
     def take(self, what: str) -> Any:
-        """Return what the first process hands to this one, with its tensors on the CPU."""
+        """Return the value that the first process hands to this one, its tensors on the CPU."""
         with self.explaining(what):
             return receive_value(partial(self._receive, 0))
 
@@ -334,17 +319,12 @@ class Group:
             return self._reduce(tensor, torch.add)
 
     def decide(self, decision: bool, *, all: bool) -> bool:
-        """Return True if all processes decide so, or any."""
         what = f"a vote whether {'all' if all else 'any'} decide so"
         votes = int(self.sum(torch.tensor(int(decision)), what))
         return votes == self.size if all else votes > 0
 
     def meet(self, purpose: str) -> None:
-        """Wait until all processes are here, for as long as the timeout.
-
-        Raises:
-            RuntimeError: Names those that do not come, and the purpose.
-        """
+        """Wait until all are here; after the timeout a RuntimeError names those that are not."""
         with self.waiting_for(f"{_LAST}{purpose}"):
             pass  # they compare it, for which all must be here
 
@@ -374,5 +354,4 @@ def in_messages(tensors: Iterable[AnyTensor]) -> Iterator[list[AnyTensor]]:
 
 
 def _alike(everyone: Sequence[tuple[str, str]], k: int) -> int:
-    """Return the number of processes with the purpose of one of them."""
     return sum(purpose == everyone[k][0] for purpose, _ in everyone)

@@ -52,8 +52,7 @@ class Arrangement:
     Args:
         mode: The kind of processes of a pipeline.
         replicas: The number of replicas, each a pipeline.
-        nodes: The number of machines.
-        devices: The number of devices of each.
+        nodes: The number of machines, with ``devices`` each.
         last_first: Whether the first process of a pipeline has its last stage.
         tensor_parallel: The number of processes of a stage, each in a pipeline of its replica.
 
@@ -95,23 +94,19 @@ class Arrangement:
 
     @property
     def on_each_node(self) -> int:
-        """The number of processes on a machine."""
         counts = {"single": self.replicas // self.nodes, "per_stage": self.devices, "per_node": 1}
         return counts[self.mode]
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.nodes * self.on_each_node
 
     @property
     def pipelines(self) -> int:
-        """The number of pipelines of all replicas."""
         return self.replicas * self.tensor_parallel
 
     @property
     def in_each_pipeline(self) -> int:
-        """The number of processes of a pipeline."""
         return self.world_size // self.pipelines
 
     @property
@@ -135,11 +130,9 @@ class Arrangement:
         return places[::-1] if self.last_first else places
 
     def replica_of(self, rank: int) -> int:
-        """Return the number of the replica of a process."""
         return rank * self.replicas // self.world_size
 
     def of_process(self, devices: Sequence[T], local_rank: int) -> Sequence[T]:
-        """Return the devices of a process among those of its machine."""
         return _part(devices, local_rank, self.on_each_node)
 
     def of_pipeline(self, devices: Sequence[T], rank: int) -> Sequence[T]:
@@ -152,7 +145,6 @@ class Arrangement:
 
 
 def _part(values: Sequence[T], k: int, parts: int) -> Sequence[T]:
-    """Return part ``k`` of ``parts`` equal parts."""
     size = len(values) // parts
     return values[k * size : (k + 1) * size]
 
@@ -172,7 +164,7 @@ class ProcessGroups:
             if there is one replica.
         mesh: All processes, by replica, place in a pipeline, and shard.
         of_norms: As ``across``, for moments of batch norms: one for each worker of this process and
-            one for what is around the stages; none if each replica has its own moments.
+            one for modules around the stages; none if each replica has its own moments.
         of_weights: As ``across``, for weights that replicas have divided: one for each worker of
             this process; none if each replica has all.
         lifeline: Watches all processes.
@@ -206,7 +198,7 @@ class ProcessGroups:
         watcher.on_lost_wait(self._abort)
 
     def expect_failures(self) -> None:
-        """Await no explanation of errors of the network from now on, since this process fails."""
+        """Wait for no explanation of network errors from now on, since this process fails."""
         for group in self.host_groups:
             group.watchers = ()
 
@@ -245,11 +237,9 @@ def connect(
     """Make the groups, in all processes at once.
 
     Args:
-        arrangement: The places of the processes.
-        device_type: The type of their devices.
         timeout: How long live processes wait for one another.
         lost_after: How long a process may be silent until it is lost; None for 30 seconds.
-        facts: What must be the same in all processes, see :func:`check_same`.
+        facts: The values that must be the same in all processes, see :func:`check_same`.
         synchronised: Whether batch norms normalise by the rows of all replicas.
         divided: Whether replicas divide weights.
     """
@@ -321,7 +311,7 @@ def _host_group(ranks: list[list[int]], timeout: timedelta, everyone: Group) -> 
 
 
 def _own_group(ranks: Sequence[list[int]], timeout: timedelta) -> ProcessGroup:
-    """Make groups of these ranks, over what the devices need; return that of this process."""
+    """Make groups of these ranks for tensors on devices; return that of this process."""
     group, _ = dist.new_subgroups_by_enumeration(list(ranks), timeout=timeout)
     assert group is not None, "each process is in one of them"
     return group

@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 def step_one_by_one(optimizer: Optimizer) -> list[RemovableHandle]:
     """Step groups with both kinds of tensors one by one, unless the user chose a way.
 
-    Returns:
-        The handles of hooks that do so.
+    Return the handles of the hooks.
     """
     changed: list[dict[str, Any]] = []
 

@@ -27,11 +27,9 @@ _BUCKET = 2**28  # bytes
 class OptimizerShards:
     """Lets each replica step its share of the parameters of some optimizers.
 
-    Args:
-        optimizers: The same ones in all replicas, whose parameters on meta are left out.
-        shares: The owners of the parameters.
-        waiting: A ``with`` block in which this process may wait for the others.
-        divides_gradients: Whether a replica has the averages of the gradients of its share only.
+    The optimizers are the same in all replicas; their parameters on meta are left out. In
+    ``waiting()`` this process may wait for the others. With ``divides_gradients``, a replica has
+    the averages of the gradients of its share only.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class OptimizerShards:
             self._handles.append(optimizer.register_step_post_hook(self._after))
 
     def drop_states(self, optimizer: Optimizer) -> None:
-        """Drop the states of parameters that other replicas step."""
         for parameter in self._elsewhere(optimizer):
             optimizer.state.pop(parameter, None)
 

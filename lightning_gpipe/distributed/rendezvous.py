@@ -34,14 +34,9 @@ def start_together(
     timeout: timedelta,
     listener: socket | None = None,
 ) -> None:
-    """Make the default process group.
+    """Make the default process group, with ``timeout`` once all processes have started.
 
-    Args:
-        environment: Knows the processes.
-        backend: The backend of the group.
-        patience: How long a process may take to start.
-        timeout: The timeout of the group, once all have started.
-        listener: A socket that listens at the address of the first process, if there is one.
+    Each may take ``patience`` to start. ``listener`` listens at the first process's address.
     """
     rank = environment.global_rank()
     message = f"all processes must start: rank {rank} got no answer from rank 0"
@@ -66,8 +61,7 @@ def store_of_all(
 ) -> Store:
     """Return the store by which the processes find one another, once all have started.
 
-    Raises:
-        RuntimeError: If some do not start in time; it names them.
+    Raises a RuntimeError that names those that do not start in time.
     """
     rank, size = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port

@@ -33,13 +33,8 @@ _WEIGHTS = "the weights that other replicas keep"
 class ReplicaWeights(DividedWeights):
     """Gathers the weights of the stages of this process from replicas.
 
-    Args:
-        stages: The weights of each stage that are divided, the same in all replicas.
-        layout: The layout.
-        groups: For each worker of this process, the processes that have it; nothing else uses them.
-        shares: The owners.
-        watcher: Knows which process has failed.
-        cap: The bytes of a bucket.
+    ``stages`` has the divided weights of each stage, the same in all replicas. The ``groups``, one
+    for each worker of this process, have no other use. ``cap`` is the bytes of a bucket.
     """
 
     def __init__(

@@ -34,12 +34,9 @@ class SharedLoader:
     """A dataloader whose batches the first process loads, and all processes get.
 
     Otherwise it is that dataloader: the Trainer and the user's code find its attributes, and its
-    class by ``isinstance``, and what they set is set there.
+    class by ``isinstance``, and set attributes there.
 
-    Args:
-        loader: The dataloader.
-        group: The processes.
-        readers: Returns the places of those that read the next batch; None for all.
+    ``readers`` returns the places of the processes that read the next batch; None for all.
     """
 
     loader: Any = None  # of an object that is being copied
@@ -141,21 +138,21 @@ class SharedLoader:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor without values; as it is if it is none that :func:`outline` shortens."""
+    """Return a tensor without values, or the tensor if :func:`outline` does not shorten it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def is_without_values(batch: Any) -> bool:
-    """Return whether a batch is one that this process does not read."""
+    """Return True for a batch that this process does not read."""
     on_meta: list[bool] = []
     map_tensors(lambda tensor: on_meta.append(tensor.is_meta), batch)
     return any(on_meta)
 
 
 def has_batch_hooks(*owners: Any) -> bool:
-    """Return whether a LightningModule or a LightningDataModule changes batches in hooks."""
+    """Return True if a LightningModule or a LightningDataModule changes batches in hooks."""
     pairs = product(filter(None, owners), _HOOKS)
     return any(is_overridden(name, owner) for owner, name in pairs)
 

@@ -18,10 +18,8 @@ from torch.distributed import ProcessGroup
 class Shares:
     """Divides whole parameters among replicas, so that each has about as many on each device.
 
-    Args:
-        group: The replicas.
-        around: The parameters that each process of a pipeline has. They are divided first, so all
-            these processes, which have different ones beside, name the same owners of them.
+    The parameters ``around``, which each process of a pipeline has, are divided first. So all these
+    processes, which have different ones beside, name the same owners of them.
     """
 
     def __init__(self, group: ProcessGroup, around: Iterable[Tensor] = ()) -> None:
@@ -45,25 +43,21 @@ class Shares:
     def keep(self, parameters: Iterable[Tensor]) -> None:
         """Divide parameters of which only the owner keeps the values; all replicas have them now.
 
-        The owner is that of any other parameter. Where the values were is known afterwards, too.
+        The owner is that of any other parameter. The former places are known afterwards, too.
         """
         self._kept_on = {parameter: parameter.device for parameter in parameters}
         self.add(self._kept_on)
 
     def keeps(self, parameter: Tensor) -> bool:
-        """Return True if only the owner of a parameter has its values."""
         return parameter in self._kept_on
 
     def device_of(self, parameter: Tensor) -> torch.device:
-        """Return the device of a parameter in its owner."""
         return self._kept_on.get(parameter, parameter.device)
 
     def owner_of(self, parameter: Tensor) -> int:
-        """Return the replica that owns a parameter."""
         return self._owner_of[parameter]
 
     def is_own(self, parameter: Tensor) -> bool:
-        """Return True if this replica owns a parameter."""
         return self._owner_of[parameter] == self.group.rank()
 
 
