@@ -252,7 +252,7 @@ def _metrics(observation: Observation) -> dict[str, float]:
 
 
 def _summary(name: str, pipeline: GPipe, latest: Sequence[Observation]) -> str:
-    """The line at the end of a fit: the time of a mini-batch, and settings to change."""
+    """Return the line at the end of a fit: the time of a mini-batch, and settings to change."""
     observation = latest[-1]
     of_module = f" of {name}" if name else ""
     busy = ", ".join(map(milliseconds, observation.busy))
@@ -265,7 +265,7 @@ def _summary(name: str, pipeline: GPipe, latest: Sequence[Observation]) -> str:
 
 
 def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation]) -> str:
-    """The gains of other settings, if a simulation explains the time of these mini-batches."""
+    """Return the gains of other settings, if a simulation explains these mini-batches' time."""
     last = latest[-1]
     alike = [x for x in latest if (x.schedule, x.inline) == (last.schedule, last.inline)]
     times = {key: median(x.times[key] for x in alike) for key in last.times}

@@ -32,11 +32,8 @@ BETWEEN = "between steps"
 class RecordedStep(NamedTuple):
     """A step of a fit.
 
-    Attributes:
-        number: The number of the step.
-        runs: The layout and the actions of each mini-batch.
-        caller: The activities of the caller's thread.
-        seconds: The time in which a pipeline ran.
+    ``runs`` has the layout and the actions of each mini-batch, ``seconds`` the time in which a
+    pipeline ran.
     """
 
     number: int
@@ -79,7 +76,7 @@ def pipeline_of(trainer: Trainer, callback: object) -> GPipe:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raise unless the argument is a whole number of 1 or more."""
+    """Raise unless the argument is an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number: got {value!r}.")
     if value < 1:
@@ -93,10 +90,9 @@ def milliseconds(seconds: float) -> str:
 
 
 def best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
-    """Return the best balance of pipelined module ``k``, whose layers were measured.
+    """Return the best balance of module ``k`` for the ``busy`` times of its stages in a mini-batch.
 
-    ``busy`` has the time for which each stage is busy in a mini-batch. Raises a ValueError if no
-    balance fits the memory of the devices.
+    Raises a ValueError if no balance fits the memory of the devices.
     """
     profile, layout = pipeline.profiles[k], pipeline.layouts[k]
     places = [Place(memory=memory_of(layout.device_of(j))) for j in range(layout.n)]
@@ -107,10 +103,7 @@ def best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
 
 
 def peak_memory(device: torch.device) -> float | None:
-    """Return the peak in bytes since the process began; None if unknown.
-
-    For the CPU it is the peak of the process.
-    """
+    """Return the peak in bytes since the process began, on CPU the process's; None if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     try:
@@ -127,15 +120,12 @@ def all_of(group: Group | None, own: T) -> list[T]:
 
 
 def spans_of_all(group: Group | None, own: Sequence[Span], behind: float) -> list[Span]:
-    """Return the actions of all processes, sorted by start, on the clock of the first.
-
-    The clock of this process, with its ``own`` actions, is so many seconds ``behind``.
-    """
+    """Return all processes' actions by start on the first one's clock; ``own`` are ``behind``."""
     shifted = [x._replace(start=x.start + behind, end=x.end + behind) for x in own]
     return sorted(chain(*all_of(group, shifted)), key=lambda span: span.start)
 
 
 def seconds_behind(group: Group | None) -> float:
-    """Return how many seconds the clock of this process is behind that of the first process."""
+    """Return the seconds by which the clock of this process is behind that of the first."""
     own = time() - perf_counter()
     return own - all_of(group, own)[0]

@@ -5,8 +5,8 @@ the CPU, and GPUs wait for it. Yet the gradients of the last stage are complete 
 stages still run backward. So each stage is stepped as soon as its gradients are at home.
 
 Nobody can look at all gradients together any more, and a backward that fails leaves a model of
-which some stages have been stepped. So the user must ask for it, and what would come between a
-backward and the step is refused.
+which some stages have been stepped. So the user must ask for it, and code between a backward
+and the step is refused.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class StepInBackward(Callback):
         Trainer(strategy=strategy, callbacks=[StepInBackward()])
 
     The numbers are those without it. It is for ``weights="host"``, where the step is the work of
-    the CPU. What has no stage of its own is stepped after the backward, as ever: what is around
-    the pipeline or shared, parameters with hooks, and those that the loss uses directly. If the
-    backward of a stage fails, others may have been stepped, and the error says which.
+    the CPU. Parameters without a stage of their own are stepped after the backward, as ever: those
+    around the pipeline, shared ones, those with hooks, and those that the loss uses directly. If
+    the backward of a stage fails, others may have been stepped, and the error says which.
 
     The optimizer must step each parameter by itself, as those of torch.optim do.
 
@@ -111,7 +111,7 @@ class StepInBackward(Callback):
 
 
 def _reasons(trainer: Trainer, module: LightningModule, callback: Callback) -> list[str]:
-    """Return what needs all gradients at once, or is not supported, as the user wrote it."""
+    """Return the settings that need all gradients at once, or are not supported."""
     options, optimizers = strategy_of(trainer, callback).options, trainer.optimizers
     others = [each for each in trainer.callbacks if each is not callback]  # type: ignore[attr-defined]
     pipeline = pipeline_of(trainer, callback)
@@ -141,8 +141,7 @@ def _reasons(trainer: Trainer, module: LightningModule, callback: Callback) -> l
 class _EarlySteps(GradientHome):
     """Steps the parameters of stages on a thread of its own.
 
-    Args:
-        optimizer: The optimizer, which waits in its step for the backward.
+    The optimizer waits in its step for the backward.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -178,11 +177,9 @@ class _EarlySteps(GradientHome):
         return [] if transfer is None else transfer.stepped()
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown()
 
     def _step(self, pairs: Sequence[Pair]) -> None:
-        """Step parameters, and drop their gradients."""
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         own = {id(parameter) for parameter, _ in pairs}
         parts = [
@@ -208,12 +205,7 @@ class _EarlySteps(GradientHome):
 
 
 class _Steps(GradientTransfer):
-    """The steps in one backward.
-
-    Args:
-        stages: The ids of the parameters of each stage that may be stepped.
-        step: Begins to step some parameters.
-    """
+    """The steps in one backward, of the parameters of each stage that may be stepped."""
 
     def __init__(
         self,

@@ -5,8 +5,7 @@ if that folder is on another disk. A process that is killed meanwhile, or a full
 incomplete file in the place of the last checkpoint.
 
 Here PyTorch writes to a file beside the last checkpoint, without a copy in memory. Once it is
-synchronised to the disk, it replaces the last checkpoint. The format is Lightning's, and so are
-files on other machines.
+synchronised to the disk, it replaces the last checkpoint. Format and files are Lightning's.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ class AtomicFiles(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: str | Path, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # what else there is differs between versions
-        """Load a checkpoint.
-
-        The error of PyTorch for a file that it cannot read gets a note with the path.
-        """
+        """Load a checkpoint; an error of PyTorch gets a note with the path."""
         try:
             return super().load_checkpoint(path, **options)
         except Exception as error:

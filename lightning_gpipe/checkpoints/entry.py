@@ -62,7 +62,6 @@ class MeasuredBalances:
         }
 
     def replace(self, modules: Sequence[PipedModule], sizes: Sequence[Sequence[int]]) -> None:
-        """Replace the sizes of those modules that have been kept."""
         pairs = zip(modules, sizes, strict=True)
         self._sizes |= {x.path: list(size) for x, size in pairs if x.path in self._sizes}
 
@@ -128,10 +127,8 @@ def saved_states(
     """Return the states of process ``place`` of pipeline ``replica``, or None.
 
     With another number of processes, each gets the host states of the first; if the devices cannot
-    be divided among the processes, their states are dropped.
-
-    Returns:
-        The states, and ``in_an_epoch`` of :func:`with_states`.
+    be divided among the processes, their states are dropped. The second value is ``in_an_epoch`` of
+    :func:`with_states`.
     """
     saved = value_of_entry(checkpoint, "generators")
     if saved is None or replica >= len(saved["pipelines"]):

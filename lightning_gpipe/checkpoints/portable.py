@@ -2,8 +2,7 @@
 
 A checkpoint is saved from a module that is spread over devices, and loaded before the pipeline is
 set up, into a plain module on the CPU or the meta device. In the file all tensors are on the CPU,
-so that a machine with fewer devices can load it. The state of an optimizer is on the devices of its
-parameters.
+so that a machine with fewer devices can load it.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 
 def _slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[dict[str, Any], str]]]:
-    """The places of each parameter: a module's dict of parameters, and the name in it."""
+    """Return the slots of each parameter: a module's dict of parameters, and the name in it."""
     slots: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():

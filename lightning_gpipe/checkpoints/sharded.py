@@ -141,10 +141,7 @@ def load_rest(folder: str) -> dict[str, Any]:
 
 
 def load_model(folder: str, module: nn.Module, *, strict: bool) -> None:
-    """Load the tensors of the model that this process has: all that are not on meta.
-
-    With ``strict``, the names of all tensors must be those of the checkpoint.
-    """
+    """Load the model's tensors that are not on meta; if ``strict``, all names must be the same."""
     metadata, state = _metadata(folder), module.state_dict()
     paths = {key: path for key, path in _paths(metadata).items() if path[0] == _MODEL}
     stored = {str(path[1]) for path in paths.values()}
@@ -224,7 +221,7 @@ def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
 
 
 def rest_of(folder: str) -> str:
-    """Return the path of what a folder has beside the states of model and optimizers."""
+    """Return the path of a folder's file beside the states of model and optimizers."""
     return f"{folder}/{_REST}"
 
 

@@ -13,10 +13,7 @@ def main(args: ArgsType = None) -> LightningCLI:
 
     ``strategy: gpipe`` stands for the defaults. Options of the strategy need its class, in the
     configuration or as ``--trainer.strategy=lightning_gpipe.GPipeStrategy
-    --trainer.strategy.chunks=2``.
-
-    Args:
-        args: The arguments to parse; None parses the command line.
+    --trainer.strategy.chunks=2``. ``args`` None parses the command line.
     """
     return LightningCLI(subclass_mode_model=True, subclass_mode_data=True, args=args)
 

@@ -43,7 +43,7 @@ _OPERATIONS = {f"{letter}FLOPS": 10 ** (3 * k) for k, letter in enumerate("MGTP"
 
 
 def plan_command(arguments: Sequence[str]) -> int:
-    """Print a plan for a configuration; returns the exit status, 1 if there is none."""
+    """Print a plan for a configuration; return the exit status, 1 if there is none."""
     options, others = _parser().parse_known_args(list(arguments))
     try:
         places, operations = places_of(
@@ -169,7 +169,6 @@ class _Planning(CPUAccelerator):
 def _plan(
     others: Sequence[str], places: list[Place], operations: float | None, options: Namespace
 ) -> _Planning:
-    """Run a fit until there is a plan."""
     planning = _Planning(places, operations, options)
 
     class Planner(LightningCLI):
@@ -213,7 +212,7 @@ def _of_replica(places: Sequence[Place], replicas: int) -> list[Place]:
 
 
 def _together(places: Sequence[Place], shards: int) -> list[Place]:
-    """Return so many neighbouring devices each as one, as slow as the slowest of them."""
+    """Return ``shards`` neighbouring devices each as one, as slow as the slowest of them."""
     if len(places) % shards:
         raise ValueError(
             f"--devices must be a multiple of tensor_parallel: got {len(places)} devices for "
@@ -346,7 +345,7 @@ def _way(name: str, speed: str | None, default: float) -> float:
 
 
 def _for_each(values: list[float], number: int) -> list[float]:
-    """The option for each device; a single value applies to all."""
+    """Return the option for each device; a single value applies to all."""
     return values * number if len(values) == 1 else values
 
 
