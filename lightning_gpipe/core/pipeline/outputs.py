@@ -27,10 +27,7 @@ from lightning_gpipe.core.data import (
 def once_or_per_row(
     values: Sequence[Any], title: Callable[[], str], division: Division | None
 ) -> Sequence[Any]:
-    """Mark the values of an output, one per micro-batch, that are to be returned once.
-
-    Raises a ValueError if a value has no rows, and differs between micro-batches.
-    """
+    """Mark values that are to be returned once; raise ValueError if they lack rows and differ."""
     rows = (x.size(0) if type(x) is Tensor and x.dim() else None for x in values)
     if division is not None and tuple(rows) == division.sizes:
         return values  # most often

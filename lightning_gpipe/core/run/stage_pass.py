@@ -119,10 +119,7 @@ class StagePass:
         self._bare &= not terms
 
     def forward(self, i: int, inputs: FlatTree) -> FlatTree:
-        """Run the layers on micro-batch ``i``; return the outputs, in no graph.
-
-        They are joined with those that leave by routes.
-        """
+        """Run the layers; return outputs in no graph, joined with those that leave by routes."""
         work, behavior = self.works[i], self._behavior(i, inputs)
         if not self._context.grad:
             return self._run(i, inputs, behavior, first=True)
@@ -288,7 +285,7 @@ class StagePass:
         self._activations[i] = Activations(inputs, roots, sizes=sizes, former=former)
 
     def _as_in_forward(self) -> Manager:
-        """Return the context manager that restores the state of forward: threads' and modules'."""
+        """Return the manager that restores the thread's and the modules' state of forward."""
         context = self._context
         if self._differs is None:  # the same for all micro-batches
             other_flags = self.stage.training_flags != self._flags

@@ -121,10 +121,7 @@ class Exchange(ABC):
 
 
 class Task(ABC):
-    """The row of one worker in a phase, and the context that it needs.
-
-    Another thread performs the task in a copy of its context variables.
-    """
+    """The row of one worker in a phase; another thread performs it in a copy of its context."""
 
     row: Sequence[Action]
     variables: contextvars.Context

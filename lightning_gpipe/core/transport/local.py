@@ -112,10 +112,7 @@ class LocalExchange(Exchange):
 
 
 class LocalTransport(Transport):
-    """Runs each worker on a thread of its own, started when first needed.
-
-    ``workers`` are the threads, if other transports over the same devices use them too.
-    """
+    """Runs each worker on a thread of its own, or of ``workers``, started when first needed."""
 
     def __init__(
         self, layout: Layout, workers: Workers | None = None, *, cores: int | None = None
@@ -231,10 +228,7 @@ class Workers:
 
 
 class _Pool:
-    """The threads, without a reference to their :class:`Workers`, whose finalizer ends them.
-
-    ``idle`` is True if all jobs of the last run have ended.
-    """
+    """The threads, without a reference to their :class:`Workers`, whose finalizer ends them."""
 
     def __init__(self) -> None:
         self.threads: list[WorkerThread] = []

@@ -35,10 +35,7 @@ def greenlets() -> Any:
 
 
 class Coroutine:
-    """Runs a function on a stack of its own, in the context ``variables``.
-
-    Its errors are raised where it was resumed.
-    """
+    """Runs a function on a stack of its own; its errors are raised where it was resumed."""
 
     def __init__(self, function: Callable[[], Any], variables: contextvars.Context) -> None:
         self._function: Callable[[], Any] | None = function

@@ -40,7 +40,6 @@ class OutsideGradients:
         self._shadows: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a leaf and its shadow
 
     def without_hooks(self) -> Manager:
-        """Remove the hooks on gradients of parameters for the duration of a ``with`` block."""
         hooked = filter(has_hooks, self._parameters)
         pairs = ((each._backward_hooks, each._post_accumulate_grad_hooks) for each in hooked)
         of_all: Iterable[Any] = filter(None, chain.from_iterable(pairs))

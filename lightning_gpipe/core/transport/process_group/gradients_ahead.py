@@ -150,10 +150,7 @@ class GradientsAhead:
 
 
 def _pairs(layout: Layout, phase: Schedule) -> Iterator[tuple[Action, Action]]:
-    """Yield each gradient for another process, and the next one that may be announced with it.
-
-    That is the next between the same two workers, unless it is the last.
-    """
+    """Yield each gradient for another process, with the next one between the same two workers."""
     for w in layout.workers_here:
         rows: dict[int, list[Action]] = {}
         for action in phase.rows[w]:

@@ -48,17 +48,13 @@ class Failure(NamedTuple):
         return cls(tuple(ranks), how)
 
     def error(self, numbers: Sequence[int], layout: Layout | None = None) -> RankFailed | OutOfStep:
-        """Return an error that names the processes, see :func:`names_of`."""
         if not self.ranks:
             return OutOfStep(self.how)
         return RankFailed(f"{names_of(self.ranks, numbers, layout)} {self.how}")
 
 
 def names_of(ranks: Sequence[int], numbers: Sequence[int], layout: Layout | None = None) -> str:
-    """Name connected processes by their global ranks, and by their stages if there is a layout.
-
-    ``numbers`` are the global ranks of all connected processes.
-    """
+    """Name processes by their global ranks ``numbers``, and their stages if there is a layout."""
     names = []
     for rank in ranks:
         stages = (

@@ -190,10 +190,7 @@ class Waits:
         return sorted(((*key, sorted(ranks)) for key, ranks in found.items()), key=_number)
 
     def in_vain(self) -> str:
-        """Return an error message if some wait for one another and nothing moves, or nothing.
-
-        The root finds out, and tells the others.
-        """
+        """Return an error message, which the root finds, if some wait in vain; else nothing."""
         if self._is_root:
             self._in_vain = self._find()
         return self._in_vain

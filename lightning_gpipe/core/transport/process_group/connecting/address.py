@@ -26,10 +26,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def device_for() -> Any:
-    """Return Gloo's device for the interface that the user chose, or that leads to the others.
-
-    Over it, two processes connect at their first message.
-    """
+    """Return Gloo's device for the user's interface, or the one that leads to the others."""
     if interface := os.environ.get(_VARIABLE):
         return ProcessGroupGloo.create_device(interface=interface.split(",")[0], lazy_init=True)
     if master := os.environ.get("MASTER_ADDR"):

@@ -39,10 +39,7 @@ class Gpu(NamedTuple):
 
 
 class GpuTable:
-    """The GPUs of the workers of some pipelines; those of other processes are read when needed.
-
-    Each process writes its own into the store, within ``lost_after``.
-    """
+    """The GPUs of the workers; each process writes its own, and reads others' when needed."""
 
     def __init__(
         self, store: Store, devices: Mapping[int, torch.device], lost_after: timedelta

@@ -134,10 +134,7 @@ class Channels:
         self._threads: list[threading.Thread] = []
 
     def send(self, rank: int, gpus: GpuPair, contents: Sequence[Tensor]) -> None:
-        """Send the bytes of tensors to another process, which was told their forms.
-
-        Raises ChannelAborted if a process is lost.
-        """
+        """Send bytes of tensors with known forms; raise ChannelAborted if a process is lost."""
         with self._in_use():
             self._channel(self._rank, rank, gpus).send([x for x in contents if x.numel()])
 

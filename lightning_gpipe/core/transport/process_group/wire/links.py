@@ -102,7 +102,6 @@ class Links:
         self._send(hop, partial(self._by_rank[hop].tell, header))
 
     def post(self, rank: int, header: Header, mail: Mail, ahead: Sequence[bytes] = ()) -> None:
-        """Send a value to another process, and announcements of others, see :meth:`Link.post`."""
         header = header._replace(origin=self._rank, to=rank)
         link = self._reach(rank)
         if mail.gpus is None:

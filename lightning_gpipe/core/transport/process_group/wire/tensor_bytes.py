@@ -76,10 +76,7 @@ def is_dense(value: Any) -> bool:
 
 
 def form_and_bytes(tensor: Tensor, gpus: GpuPair | None = None) -> tuple[DenseForm, Tensor]:
-    """Return the form of a dense tensor, and its values as bytes.
-
-    They are on the host, unless they go straight between ``gpus``.
-    """
+    """Return a dense tensor's form, and its bytes, on the host or straight between ``gpus``."""
     device = tensor.device
     if device.type == "cpu" or (gpus is not None and device.index != gpus[0]):
         gpus = None
