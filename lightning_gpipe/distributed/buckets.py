@@ -17,10 +17,7 @@ from lightning_gpipe.distributed.shares import Shares
 
 
 class Bucket(NamedTuple):
-    """Parameters of one dtype, on one device, whose gradients are for the same replicas.
-
-    ``owner`` is the replica that gets the gradients; None if all do.
-    """
+    """Parameters of one dtype and device, whose gradients all replicas get, or their owner."""
 
     parameters: list[nn.Parameter]
     owner: int | None

@@ -92,10 +92,7 @@ class Scripts(_SubprocessScriptLauncher):
 
 
 def end(processes: Sequence[Process], patience: timedelta) -> None:
-    """End processes that this one has started, unless they end by themselves within ``patience``.
-
-    Those that are stopped are not waited for.
-    """
+    """End processes that this one has started; unless stopped, they have ``patience`` to end."""
     try:
         rest = _wait_for(processes, patience)
         for process in rest:

@@ -51,10 +51,7 @@ def own_state(
     *,
     whole: bool = False,
 ) -> dict[str, Any]:
-    """Return the part of a module's state dict that this process saves, see :func:`whole_state`.
-
-    With ``whole``, shards of the processes of a stage are joined.
-    """
+    """Return this process's part of a state dict; with ``whole``, shards of a stage are joined."""
     state: dict[str, Any] = module.state_dict()
     if whole:
         state = without_shards(state)

@@ -189,10 +189,7 @@ class GradientsAround:
 
 
 def _flat(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the gradients of some parameters on the CPU, one after another; zeros for none.
-
-    That of a single one is not copied.
-    """
+    """Return gradients on the CPU, one after another, zeros for none; a single one is no copy."""
     some = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
     parts = [gradient.detach().cpu().reshape(-1) for gradient in some]
     return torch.cat(parts) if len(parts) > 1 else parts[0]

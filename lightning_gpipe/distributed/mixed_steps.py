@@ -16,10 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def step_one_by_one(optimizer: Optimizer) -> list[RemovableHandle]:
-    """Step groups with both kinds of tensors one by one, unless the user chose a way.
-
-    Return the handles of the hooks.
-    """
+    """Step mixed groups one by one, unless the user chose a way; return the hooks' handles."""
     changed: list[dict[str, Any]] = []
 
     def begin(*_: Any) -> None:

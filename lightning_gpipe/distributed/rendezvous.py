@@ -59,10 +59,7 @@ def start_together(
 def store_of_all(
     environment: ClusterEnvironment, patience: timedelta, listener: socket | None = None
 ) -> Store:
-    """Return the store by which the processes find one another, once all have started.
-
-    Raises a RuntimeError that names those that do not start in time.
-    """
+    """Return the store of all processes, or raise a RuntimeError that names the missing."""
     rank, size = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)

@@ -139,9 +139,10 @@ class GPipeStrategy(ParallelStrategy):
         split_backward: Whether the gradients of weights are computed apart.
         around: The stage whose device has the modules around the pipeline, the batch, the loss and
             the metrics: ``"last"`` or ``"first"``.
-        weights: The place of the stages' weights between their uses: ``"device"`` or ``"host"``.
+        weights: The place of the stages' weights between their uses: ``"device"``, ``"host"``, or
+            ``"auto"``, which plans it.
         offload_activations: Whether activations wait on the host, or how many micro-batches of each
-            stage, as a list.
+            stage, as a list. ``"auto"`` plans it.
         verify: Whether to compare the pipeline with a plain run on the first training batch, which
             has no effect on training. If output, gradients or buffers differ, a RuntimeError names
             the layer; a difference with a known reason, such as a batch norm, is a warning. The

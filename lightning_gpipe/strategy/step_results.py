@@ -22,10 +22,7 @@ from lightning_gpipe.core.run import LOSS_WEIGHT
 
 
 def result_of(outcome: Outcome, constants: Sequence[Any] = ()) -> Any:
-    """Return the result of a step, for callbacks and for Lightning's own loop.
-
-    ``constants`` are values that are the same for all micro-batches, such as the batch's index.
-    """
+    """Return the result of a step; ``constants`` are the same for all micro-batches."""
     results = outcome.results
     if outcome.loss is None or not all(isinstance(result, Mapping) for result in results):
         return outcome.loss

@@ -45,10 +45,7 @@ class Sharding:
         return self._processes.options.divides_parameters
 
     def gather_parameters(self, module: nn.Module, device: torch.device) -> None:
-        """Give each replica the parameters that a fit before has divided; it has a ``device``.
-
-        That fit may have been of another strategy.
-        """
+        """Give each replica the parameters that a fit before, of any strategy, has divided."""
         across = self._processes.across
         if across is None:
             return
