@@ -2,13 +2,13 @@
 
 With outputs for the last stage, the step runs up to its call of the pipeline in the process of the
 first stage, and from there on in that of the last. So the gradient of an embedding is in the one,
-that of a head in the other, and a tied weight has a part of its gradient in each. If all processes
-had all parameters, these would be sent around in each step.
+that of a head in the other, and a tied weight has a part of its gradient in each.
 
-So parameters live where they are used. The process of the last stage, the first of the pipeline,
-has all of them, for it runs the whole step. That of the first stage has those that the step uses
-before its call. Both step these, with the same gradients; the others have them on the meta device.
-Where a parameter is used shows when it gets its first gradient: until then all have it.
+To send around all of them in each step would be slow, so parameters live where they are used. The
+process of the last stage, the first of the pipeline, has all of them, for it runs the whole step.
+That of the first stage has those that the step uses before its call. Both step these, with the same
+gradients; the others have them on the meta device. The first gradient of a parameter shows where it
+is used: until then all have it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Optimizers whose states are divided among replicas, the first stage of ZeRO.
 
 All replicas have the same gradients, so any of them can step any parameter. Here each steps its
-share and sends the new values to the others. An optimizer has a state only for what it steps, so
-each replica has a share of the states, too. In the second stage it has a share of the gradients.
+share, for which alone it has the states, and sends the new values to the others. In the second
+stage it has a share of the gradients, too.
 
 The optimizer is the user's own. While it steps, parameters of other shares have no gradient, and an
 optimizer leaves those out. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training

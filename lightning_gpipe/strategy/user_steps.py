@@ -1,9 +1,9 @@
 """The steps of a LightningModule with a pipeline, which must run it and not go around it.
 
 The pipeline runs where the nn.Sequential is called. ``for layer in self.layers: x = layer(x)``, the
-usual way to write a transformer, never calls it: its layers run one by one on the whole batch, the
-loss is right, and nothing is pipelined. The same is true of ``self.layers[:3](x)``, and of another
-module that was assigned to ``self.layers`` after the pipeline was set up.
+usual way to write a transformer, never calls it: the loss is right, and nothing is pipelined. The
+same is true of ``self.layers[:3](x)``, and of another module that was assigned to ``self.layers``
+after the pipeline was set up.
 
 A training step that does this is refused; a step in evaluation is warned of. A training step that
 needs no layer at all, as in a GAN that trains its parts in turns, must not be refused. So before

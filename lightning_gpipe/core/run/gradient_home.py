@@ -1,11 +1,10 @@
-"""Where the gradients of stages go once they are complete.
+"""The home of complete gradients of stages.
 
 Usually they stay: the mini-batch's autograd node passes them to the parameters. A home may be
-further away: the average over replicas, a shard of it in each of them, the memory of the host. To
-send them there when all backwards have ended would be to wait for it. The gradients of a stage are
-complete after its last backward, and the last stage's first, while others still have backwards to
-run. So an action of its own, G, hands them to the home, which sends them beside the rest of the
-schedule, and the node waits for them: a parameter still gets one gradient, in ``backward()``.
+further away: the average over replicas, a shard of it in each, the memory of the host. A stage's
+gradients are complete after its last backward, and the last stage's first, while others still run
+backward. So an action of its own, G, hands them to the home, which sends them beside the rest of
+the schedule, and the node waits for them: a parameter still gets one gradient, in ``backward()``.
 """
 
 from __future__ import annotations

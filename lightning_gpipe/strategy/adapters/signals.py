@@ -1,9 +1,8 @@
 """Signals to some processes, on which all act after the same batch.
 
-Lightning's handlers act in the middle of a step: on SIGTERM, as of a machine that is to be switched
-off, they broadcast, and on SLURM's signal to requeue they save, both of which wait for processes
-that got no signal. Here a handler asks all processes, and each does at the end of a batch what
-Lightning's would have done.
+Lightning's handlers act in the middle of a step: on SIGTERM they broadcast, and on SLURM's signal
+to requeue they save, both of which wait for processes that got no signal. Here a handler asks all
+processes, and each does at the end of a batch what Lightning's would have done.
 
 An error in one process does not reach the others by itself either. A callback that saves on it
 waits for them, and must not fail in place of the error if they do not come.

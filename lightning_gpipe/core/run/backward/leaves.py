@@ -1,14 +1,14 @@
 """The leaves that took part in a mini-batch: parameters, and tensors captured from outside.
 
-Autograd calls a hook on a parameter only if the parameter has a gradient. The pipeline's node has
-all parameters as inputs, so hooks on parameters that no layer used would be called with None. So if
-any parameter has a hook, the graphs of all micro-batches are searched for shadows.
+Autograd calls a hook on a parameter only if that has a gradient. The pipeline's node has all
+parameters as inputs, so hooks on unused parameters would be called with None. So if any parameter
+has a hook, the graphs of all micro-batches are searched for shadows.
 
-A layer may also use a tensor that is neither its input nor a parameter of its stage: the scale that
-another network has computed, a learned code in a list. Autograd would write the gradients of such
-leaves itself, also under ``torch.autograd.grad``, and free the graph that all micro-batches share
-after the first of them. So the leaves behind it are further inputs of the pipeline's node. The
-first runs of each call signature are searched for them, and later runs only if there were some.
+A layer may also use a tensor that is neither its input nor a parameter of its stage, such as a
+scale from another network. Autograd would write the gradients of such leaves itself, also under
+``torch.autograd.grad``, and free the graph that all micro-batches share after the first of them. So
+the leaves behind it are further inputs of the pipeline's node. The first runs of each call
+signature are searched for them, and later runs only if there were some.
 """
 
 from __future__ import annotations

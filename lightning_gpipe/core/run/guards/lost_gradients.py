@@ -1,9 +1,8 @@
 """Gradients that would be lost, because they do not come through the pipeline's output.
 
-A layer may keep a tensor with its graph, in an attribute or through a hook that stores outputs. The
-user may add a loss of it, and the layer may use it again, for another micro-batch or mini-batch.
-Its graph ends in the shadows and the inputs of one stage, so the parameters, and the stages before,
-never get a gradient.
+A layer may keep a tensor with its graph, in an attribute or by a hook, and the user or a layer may
+use it again, for a loss or another micro-batch. Its graph ends in the shadows and the inputs of one
+stage, so the parameters, and the stages before, never get a gradient.
 
 Autograd has no list of the graphs that end in a leaf. But such a graph keeps its leaves alive:
 leaves that outlive their mini-batch belong to one, and get a hook that raises. A gradient that

@@ -2,8 +2,8 @@
 
 A module around the layers may compute the scale of one: ``block.scale = self.hyper(condition)``.
 With a loss for each micro-batch, the code has run for later ones when a stage runs the layer for an
-earlier one, and the layer finds the latest value. That is right if all micro-batches have the same.
-So it is with a context variable that the code sets: stages have the one of micro-batch 0.
+earlier one, which finds the latest value. So all micro-batches must have the same. The same is true
+of a context variable: stages have that of micro-batch 0.
 
 Layers set attributes, too, on other threads. So the places are found at the code's first call of a
 mini-batch, before any layer runs. All that layers hold is searched in the first mini-batches only,

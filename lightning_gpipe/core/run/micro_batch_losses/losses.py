@@ -2,17 +2,16 @@
 
 A mean over the rows of the mini-batch is the mean over micro-batches of their means, weighted by
 their rows. Where a loss is a mean over something else, such as the tokens that are not padding, the
-user's code must give their number: it returns a dict with the loss and the ``"loss_weight"``.
+user's code returns a dict with the loss and their number as ``"loss_weight"``.
 
 The sum of the weights is known at the end, but the first backward starts before. So it starts from
-an estimate, that all weights are as the first, and the gradients are corrected at the end, all at
-once. Half precision needs an estimate: the gradients of a loss times a thousand tokens would
-overflow.
+an estimate, that all weights are as the first, and the gradients are corrected at the end. Half
+precision needs an estimate: the gradients of a loss times a thousand tokens would overflow.
 
 All gradients are there when the loss is, but must not be written into ``.grad`` then: the caller
 may set that to None before it calls backward, as Lightning does, and hooks, accumulation and
 gradient scalers expect them from backward. So they wait in a pair of nodes as in Note [The blocking
-node must be a CPU node], whose backward hands them over, on several devices.
+node must be a CPU node], whose backward hands them over.
 """
 
 from __future__ import annotations

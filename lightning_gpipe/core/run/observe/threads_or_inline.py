@@ -1,16 +1,15 @@
 """The choice between a thread for each worker and one thread for all of them.
 
-Threads let devices compute at the same time. They also wait for one another, under the lock of one
-interpreter, and wake one another for each value: where operators are small that costs more than it
-gains. The faster choice depends on the model, the batches and the machine; the results are the
-same.
+Threads let devices compute at the same time. They also share the lock of one interpreter, and wake
+one another for each value: where operators are small that costs more than it gains. The faster
+choice depends on the model, the batches and the machine; the results are the same.
 
 A mini-batch may take twice as long the slower way, so few of them are spent on the comparison. The
 first one runs the way that the size of the layers suggests, and only warms up. With threads, the
-clock of each thread tells how long it has computed without its waits, and one thread takes about
-as long as all of them together. If that is longer than the mini-batch took, threads are faster. If
-one thread has taken no longer for a micro-batch on a stage than to wake another thread for it, one
-thread is faster. Only between these bounds both run in turns.
+clock of each thread tells how long it has computed, and one thread takes about the sum. If that is
+longer than the mini-batch took, threads are faster. If one thread has taken no longer for a
+micro-batch on a stage than to wake another thread for it, one thread is faster. Only between these
+bounds both run in turns.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Heartbeats: which other processes are alive, however slow they are.
 
-A process may pause for as long as it likes, in a slow loader or while it saves. One that was killed
-closes its connections, but one that was stopped, or that no network reaches any more, does not. So
-each process sends heartbeats to its neighbours from a thread that does nothing else, and counts its
-own beats since it last heard from each of them::
+A process may pause for long, in a slow loader or while it saves. One that was killed closes its
+connections, but one that was stopped, or that no network reaches any more, does not. So each
+process sends heartbeats to its neighbours from a thread that does nothing else, and counts its own
+beats since it last heard from each of them::
 
     rank 0   beat  beat  beat  beat  beat  beat  beat
     rank 1   beat  beat  stopped
     missed   0     0     1     2     3     4     5 -> rank 1 is lost
 
 Beats are counted rather than seconds, so no clocks are compared, and a process that was stopped
-itself, or did not get to run, does not blame the others for it. Any message counts as a beat.
+itself does not blame the others for it. Any message counts as a beat.
 """
 
 from __future__ import annotations

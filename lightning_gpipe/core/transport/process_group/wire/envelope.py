@@ -1,17 +1,16 @@
 """One message: a header, and behind it as many small values as there are.
 
-A message costs two processes some system calls and a handover between threads each, whatever its
-size: next to that, copying some hundred kilobytes is little. So the bytes of small tensors go with
-the header, and only large ones by themselves, straight from their memory. The results of a run,
-which the others need at its end only, go together::
+A message costs two processes some system calls and a handover between threads each; copying some
+hundred kilobytes is little next to that. So the bytes of small tensors go with the header, and only
+large ones by themselves, straight from their memory. The results of a run, which the others need at
+its end only, go together::
 
     header | size, body, small tensors | size, body, small tensors | ...
     large tensor
     large tensor
 
 The receiver cannot know the length of a message, so it receives into a frame that is long enough
-for most messages. The header says how many bytes follow it; those that do not fit into a frame go
-like a large tensor.
+for most messages. Bytes that do not fit into a frame go like a large tensor.
 """
 
 from __future__ import annotations
