@@ -1,8 +1,7 @@
 """Tensors of which each process of a stage has a shard, by ``parallelize_module``.
 
-Such a DTensor knows its whole shape, the processes, and how it is divided among them. Operations on
-it communicate where they must, in all these processes. What goes elsewhere, to another stage, into
-a sum over replicas or into a file, is the shard of this process, or the whole tensor.
+Operations on a DTensor communicate where they must, in all its processes. To another stage, a sum
+over replicas or a file goes the shard of this process, or the whole tensor.
 """
 
 from __future__ import annotations

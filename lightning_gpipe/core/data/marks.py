@@ -1,10 +1,8 @@
 """Marks of tensors, above all of those without a row per sample.
 
-A table of position embeddings, the adjacency matrix of a graph, class weights: every micro-batch
-needs such a tensor as a whole. Its shape does not distinguish it from a batched tensor, so the user
-marks it. The mark is an attribute of the tensor object and does not affect computation: the plain
-module takes a marked tensor like any other. Lists and arrays with as many values as the batch has
-rows can be marked likewise.
+Every micro-batch needs a table of position embeddings, an adjacency matrix or class weights as a
+whole. The shape does not distinguish them from batched tensors, so the user marks them. The mark is
+an attribute of the tensor object and does not affect computation.
 """
 
 from __future__ import annotations

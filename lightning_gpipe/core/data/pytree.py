@@ -1,10 +1,8 @@
 """Flattens nested inputs and outputs into lists of leaves, and unflattens them.
 
-PyTorch's pytree nodes are tuples, lists, dicts and registered classes. Any other object is a leaf,
-and tensors inside a leaf would neither be split into micro-batches nor detached between stages. So
-dataclasses are flattened here too, and any other object that holds tensors is refused.
-
-This is the only module that uses ``torch.utils._pytree``.
+PyTorch's pytree takes dataclasses for leaves, whose tensors would neither be split into
+micro-batches nor detached between stages. So they are flattened here, and any other object that
+holds tensors is refused. This is the only module that uses ``torch.utils._pytree``.
 """
 
 from __future__ import annotations
@@ -46,10 +44,7 @@ def _of_leaves(n: int) -> JoinedStructure:
 
 
 class FlatTree(NamedTuple):
-    """A flattened tree: its leaves in order, and its structure.
-
-    The structure is None where only the leaves matter, as for gradients.
-    """
+    """A flattened tree: its leaves in order, and its structure, None if only the leaves matter."""
 
     leaves: list[Any]
     spec: Structure | None = None
@@ -192,7 +187,7 @@ def _with_paths(
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the path and the value of each leaf.
 
-    PyTorch's own function refuses a class that is registered without the keys of its children. They
+    PyTorch's own function refuses a class that is registered without the keys of its children; they
     are numbered here.
     """
     node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(tree))
@@ -236,11 +231,7 @@ def spec_parts(value: Any) -> tuple[Any, ...] | None:
 
 
 def spec_of(kind: type | str | None, context: Any, children: list[Any]) -> Structure:
-    """Return the structure of a node, or of a leaf.
-
-    Raises:
-        TypeError: If there are no such nodes.
-    """
+    """Return the structure of a node or a leaf; raise a TypeError for an unknown kind of node."""
     if kind is None:
         return LEAF_SPEC
     exists = issubclass(context, tuple) if kind == _NAMED else kind in _pytree.SUPPORTED_NODES

@@ -1,10 +1,8 @@
 """Memory, size, equality and copies of tensors in any layout.
 
 A tensor that appears twice in a value must stay one tensor when it is copied: a layer may edit it
-in place, and a checkpoint must not save it twice.
-
-Sparse, nested and MKL-DNN tensors have no memory of their own: they consist of several tensors, or
-are opaque. So many operations on dense tensors raise an error for them.
+in place, and a checkpoint must not save it twice. Sparse, nested and MKL-DNN tensors have no memory
+of their own, so many operations on dense tensors raise an error for them.
 """
 
 from __future__ import annotations
@@ -111,9 +109,9 @@ def checksums(parameter: Tensor) -> Tensor:
 
 
 def outline(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form and with the same marks whose memory is one element.
+    """Return a tensor of the same form and marks whose memory is one element.
 
-    A tensor that is sparse or nested is returned as it is.
+    A sparse or nested tensor is returned as it is.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor

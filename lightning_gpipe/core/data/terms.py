@@ -1,16 +1,13 @@
 """Loss terms that layers hand out beside their output.
 
-A Bayesian layer has a divergence, a mixture of experts a balance of its router: numbers that belong
-to the loss but not to the input of the next layer. Models usually keep them in an attribute. In a
-pipeline the attribute has the value of the last micro-batch only, and its graph ends inside a
-stage, where the gradient is lost.
+Models usually keep the divergence of a Bayesian layer, or the balance of a router, in an attribute.
+In a pipeline that has the value of the last micro-batch only, and its graph ends inside a stage,
+where the gradient is lost. So a layer hands the term to a receiver around the call of the layers. A
+pipeline sends the terms of each micro-batch to the caller, sums or averages them, and sends their
+gradients back.
 
-So a layer hands the term to a receiver around the call of the layers. A pipeline sends the terms of
-each micro-batch to the caller, sums or averages them, and sends their gradients back.
-
-The loss itself may be computed for some rows at a time. The logits of a language model are its
-largest activations by far: a number for each token and each word of the vocabulary, and as many
-gradients. A sum over tokens needs few of them at the same time.
+The loss itself may be computed for some rows at a time: the logits of a language model are its
+largest activations by far, and a sum over tokens needs few of them at the same time.
 """
 
 from __future__ import annotations

@@ -28,11 +28,9 @@ def merged(
     dims: Callable[[Any, Sequence[Sequence[Any]]], Sequence[int]] | None = None,
     restore: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Any:
-    """Merge the outputs of all micro-batches into one.
+    """Merge the outputs of all micro-batches, which must have one structure, into one.
 
     Args:
-        outputs: The outputs, which must have one structure.
-        batch: The mini-batch.
         sizes: Returns the number of rows of each micro-batch, or None if unknown.
         dims: Returns the dim of each leaf's rows, for the first output and the values of each leaf;
             None takes dim 0.

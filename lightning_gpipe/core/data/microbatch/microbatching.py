@@ -1,7 +1,7 @@
-"""The interface for splitting mini-batches and merging outputs.
+"""The interface for splitting mini-batches and merging outputs, which users can implement.
 
 Most batches are split by the rows of their tensors (:class:`Rows`). If the cost of rows varies,
-rows of similar cost can share a micro-batch (:class:`PaddedSequences`). Users can write subclasses.
+rows of similar cost can share a micro-batch (:class:`PaddedSequences`).
 """
 
 from __future__ import annotations

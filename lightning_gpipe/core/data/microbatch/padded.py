@@ -1,10 +1,8 @@
 """Padded sequences, with each micro-batch trimmed to its longest sequence.
 
-A batch is padded to its longest sequence, so most of a micro-batch may be padding, which costs
-every stage time. If the rows are sorted by length before they are split, the sequences of a
-micro-batch have similar lengths. With equal numbers of rows, the first micro-batch would then have
-most of the work, and other stages would wait for it. So micro-batches get about equal numbers of
-tokens instead, including padding::
+Padding costs every stage time. Rows that are sorted by length before they are split have similar
+lengths in a micro-batch. Micro-batches get about equal numbers of tokens, including padding: with
+equal numbers of rows, the other stages would wait for the first micro-batch::
 
     the batch, padded    sorted         micro-batches, trimmed
 

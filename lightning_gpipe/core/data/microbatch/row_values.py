@@ -1,9 +1,8 @@
 """Lists, tuples and NumPy arrays with an entry per row.
 
-A collate function leaves values other than tensors in lists: names, texts, metadata. If each
-micro-batch got the whole list, a layer would pair its rows with entries of others. So a list with
-as many values as the mini-batch has rows is split like a tensor, into a subclass by which the lists
-of all micro-batches are joined at the end.
+A collate function leaves names, texts and metadata in lists. A list with as many values as the
+mini-batch has rows is split like a tensor, so that a layer pairs its rows with their own entries;
+the lists of the micro-batches are joined at the end.
 
 A list of settings may have as many values by chance. If it had the same length in an earlier
 mini-batch with another number of rows, it is left whole; a user can mark other lists.
@@ -68,7 +67,7 @@ class RowValues:
         self._others: dict[str, int] = {}  # lengths of lists without entries per row, by path
 
     def marked(self, batch: Any, rows: int) -> Any:
-        """Return a mini-batch with its lists and arrays of an entry per row marked.
+        """Mark the lists and arrays of a mini-batch that have an entry per row.
 
         Raises a ValueError if a tuple or a nested list may or may not have an entry per row.
         """

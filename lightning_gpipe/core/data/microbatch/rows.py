@@ -265,7 +265,6 @@ def _no_common_rows(batch: Any, dims: Sequence[int]) -> str:
 
 
 def _check_dim(argument: str, dim: Dim) -> None:
-    """Raise unless ``dim`` is an integer or a dict of integers, all of them at least 0."""
     for value in dim.values() if isinstance(dim, dict) else [dim]:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(
