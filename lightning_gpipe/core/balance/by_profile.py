@@ -1,7 +1,7 @@
 """The costs of layers that were measured, for the solver, and the balance that later times ask for.
 
-A device may get slower, or be slower than the one on which the layers were measured. The times of
-the stages in mini-batches say how fast each device is now.
+The times of the stages in mini-batches say how fast each device is now: it may be slower than the
+one on which the layers were measured.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from lightning_gpipe.core.schedules import ActivationCheckpointing, recomputed_b
 
 @dataclass(frozen=True)
 class StageCosts:
-    """The costs of a stage for a mini-batch.
+    """The time of a stage for a mini-batch, with recomputation, and its bytes at the peak.
 
-    Attributes:
-        time: The time of forward, recomputation and backward of all micro-batches, in ``unit``.
-        memory: The bytes at the peak.
-        unit: ``"s"`` or ``"FLOP"``.
+    ``unit``, of the time, is ``"s"`` or ``"FLOP"``.
     """
 
     time: float
@@ -53,8 +50,7 @@ def recomputing(
 ) -> list[Place]:
     """Return the places with the recomputation of their stages.
 
-    Of micro-batches that are recomputed, one is alive at a time. What is extra for a micro-batch is
-    the share of them.
+    Of micro-batches that are recomputed, one is alive at a time.
     """
     m = profile.chunks
     numbers = recomputed_by_stage(mode, m, len(places))
@@ -68,7 +64,7 @@ def time_costs(profile: ModelProfile, *, split: bool = False) -> LayerCosts:
     """Return the times of the layers for a micro-batch, with the bytes that they need.
 
     A recomputation is extra, see :func:`recomputing`. The modules around the layers do not count:
-    they run before and after, while all stages wait.
+    they run while all stages wait.
     """
     return LayerCosts(
         profile.times(split=split),
@@ -81,9 +77,8 @@ def time_costs(profile: ModelProfile, *, split: bool = False) -> LayerCosts:
 def memory_costs(profile: ModelProfile, alive: float) -> LayerCosts:
     """Return the bytes of the layers at the peak of a mini-batch, in the place of times.
 
-    What is extra is saved for a micro-batch that is alive. At the end of forward each layer holds
-    its static bytes and the tensors that it has saved for all micro-batches that are not
-    recomputed; of those that are, it saves the tensors of one at a time. A stage keeps its inputs
+    At the end of forward each layer holds its static bytes, and the tensors that it has saved for
+    all micro-batches that are not recomputed, and for one of the others. A stage keeps its inputs
     from other stages for all micro-batches; where a layer saves them, they are in memory once, for
     the number ``alive``.
     """
@@ -105,9 +100,8 @@ class Shift:
     """A change of the balance, and its gain.
 
     Attributes:
-        before: The number of layers in each stage before it.
-        after: The number of layers in each stage after it.
-        measured: The time of the slowest stage before it.
+        before, after: The number of layers in each stage.
+        measured: The time of the slowest stage before the change.
         stages: The predicted time of each stage after it.
     """
 
@@ -118,7 +112,6 @@ class Shift:
 
     @property
     def predicted(self) -> float:
-        """The predicted time of the slowest stage after it."""
         return max(self.stages)
 
     @property
@@ -147,9 +140,7 @@ def shift_for(
 
     Args:
         costs: The measured costs of the layers, in any unit of time.
-        balance: The number of layers in each stage.
         busy: The time in which each stage was at work, in a mini-batch.
-        placement: The worker of each stage.
         places: The device of each stage; their speeds are replaced.
     """
     speeds = _speeds(costs.of_stages(balance, places), busy, placement)
@@ -161,10 +152,7 @@ def shift_for(
 
 
 def _speeds(costs: Sequence[float], busy: Sequence[float], placement: Sequence[int]) -> list[float]:
-    """Return the speed of each worker: the cost that it runs in a unit of time.
-
-    The speed of a worker whose layers cost nothing is the mean.
-    """
+    """Return the cost that each worker runs per unit of time, or else the mean."""
     workers = max(placement) + 1
     cost, time = [0.0] * workers, [0.0] * workers
     for j, worker in enumerate(placement):

@@ -18,12 +18,9 @@ from lightning_gpipe.core.layout import layer_ranges
 
 
 class Transfer(NamedTuple):
-    """The cost of a value that one layer makes and a later one uses, if their stages differ.
+    """The cost of a value that layer ``maker`` makes and ``user`` uses, if their stages differ.
 
-    Attributes:
-        maker: The index of the layer that makes it.
-        user: The index of the layer that uses it.
-        time: The cost for the stage of the user.
+    ``time`` counts for the stage of the user.
     """
 
     maker: int
@@ -38,11 +35,10 @@ class LayerCosts:
     Attributes:
         times: The time of each layer, on a device of speed 1.
         memory: The bytes of each layer; empty if memory does not matter.
-        transfers: The costs of values between layers: outputs to the next, and skip connections.
-        live: The further bytes of each layer for a micro-batch that is alive; empty if there are
-            none.
-        extra: The further time of each layer, of which the place says how often it is spent, such
-            as for recomputation; empty if there is none.
+        transfers: The costs of outputs to the next layer, and of skip connections.
+        live: The further bytes of each layer for a micro-batch that is alive; may be empty.
+        extra: The further time of each layer, such as for recomputation, of which the place says
+            how often it is spent; may be empty.
     """
 
     times: Sequence[float]

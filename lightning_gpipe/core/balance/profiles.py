@@ -19,28 +19,22 @@ class LinearCost:
 
     >>> LinearCost(fixed=1.0, per_row=0.5).at(8)
     5.0
-
-    Attributes:
-        fixed: The cost without rows.
-        per_row: The cost of each row.
     """
 
     fixed: float = 0.0
     per_row: float = 0.0
 
     def at(self, rows: int) -> float:
-        """Return the cost of a micro-batch with so many rows."""
         return self.fixed + self.per_row * rows
 
     def over(self, number: float) -> LinearCost:
-        """Return the cost divided by a number."""
         return LinearCost(self.fixed / number, self.per_row / number)
 
     @classmethod
     def through(cls, costs: Mapping[int, float]) -> LinearCost:
-        """Return the cost by one or two measurements, by their rows; no part is negative.
+        """Fit one or two measurements, by their rows; the one with the most rows exactly.
 
-        The measurement with the most rows is met exactly.
+        No part is negative.
         """
         rows = max(costs)
         cost, slope = costs[rows], costs[rows] / max(rows, 1)
@@ -111,11 +105,9 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class CarriedValue:
-    """A value that a layer makes and a later one uses: the output to the next, or a skip tensor.
+    """A value that layer ``maker`` makes and a later ``user`` uses: an output or a skip tensor.
 
     Attributes:
-        maker: The index of the layer that makes it.
-        user: The index of the layer that uses it.
         size: The bytes in a micro-batch.
         saved: The bytes of it that only the user saves for a backward.
     """
