@@ -1,8 +1,8 @@
 """Chooses devices, and puts modules there without ever having all of a large model on one.
 
-Parameters stay the same objects, so an optimizer that holds them keeps working and tied ones stay
-tied. A module that was built on the ``meta`` device gets its memory here, directly on its own
-device, and its values from a checkpoint, from a file, or from its ``reset_parameters()``.
+Parameters stay the same objects, so optimizers keep working and tied parameters stay tied. A module
+on the ``meta`` device gets its memory on its own device, and its values from a checkpoint, from a
+file, or from its ``reset_parameters()``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def choose_devices(
 ) -> list[torch.device]:
     """Return the device of each worker, for pipelines with these numbers of stages.
 
-    None chooses as many GPUs as divide the numbers of stages, or without a GPU as many CPU
-    threads, and warns if it uses one of several GPUs.
+    By default as many GPUs as divide the numbers of stages, or without a GPU as many CPU threads.
+    Warns if it uses one of several GPUs.
     """
     if devices is None:
         common = gcd(*stages)
@@ -130,7 +130,7 @@ def place(module: nn.Module, device: torch.device, created_on: torch.device | No
     """Move ``module`` to ``device``; create and initialise its meta tensors.
 
     Tensors that :func:`forget` has moved to the meta device stay there. Meta tensors are created on
-    ``created_on``, whose generator of random numbers initialises them; None is ``device``.
+    ``created_on`` (default: ``device``), whose random number generator initialises them.
     """
     for submodule in module.modules():
         _materialise(submodule, created_on or device)
@@ -172,10 +172,7 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
 
 @contextmanager
 def replaceable(*modules: nn.Module) -> Iterator[None]:
-    """Let the parameters of recurrent layers be swapped, in a ``with`` block.
-
-    PyTorch does not swap parameters with weak references, as these layers have.
-    """
+    """Let the parameters of recurrent layers, which have weak references, be swapped in PyTorch."""
     recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []
@@ -187,11 +184,10 @@ def replaceable(*modules: nn.Module) -> Iterator[None]:
 
 
 def forget(module: nn.Module, except_ids: Collection[int]) -> None:
-    """Move ``module`` to the meta device, for another process has its values.
+    """Move ``module``, whose values another process has, to the meta device.
 
-    Parameters stay the same objects; those with ids in ``except_ids`` keep their values. Tensors
-    without values are created and initialised first, one module at a time, so that the same random
-    numbers are drawn as in the other process.
+    Parameters stay the same objects; those in ``except_ids`` keep their values. Tensors without
+    values are initialised first, one module at a time, to draw the same random numbers as there.
     """
     for submodule in module.modules():
         _materialise(submodule, torch.device("cpu"))

@@ -1,8 +1,7 @@
 """A model that ``from_pretrained(device_map=...)`` of transformers has spread over devices.
 
-The library accelerate gives its modules hooks that move the input of each to the device of its
-weights, one device after another. In a pipeline the stages do that, so the hooks are removed; the
-weights stay where they are if the balance puts them there.
+The library accelerate gives its modules hooks that move inputs from device to device. In a pipeline
+the stages do that, so the hooks are removed; weights stay where they are if the balance allows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The interface between the facade and the front-ends, which make programs of forwards.
 
 A front-end knows the user's module, and neither the facade nor the engine. It lists the units that
-can be cut, makes the partitions, and installs itself: from then on a call of the user's model makes
-a program of the call and has the facade run it.
-
-The facade uses a front-end in this order::
+can be cut, makes the partitions, and installs itself: calls of the model then run as programs. The
+facade uses it in this order::
 
     frontend = Loop(model, "model.layers")              # checks what can be checked without input
     partitions = frontend.partitions([8, 8])            # the facade moves them to their devices
@@ -41,8 +39,8 @@ class RunProgram(Protocol):
 
         Args:
             program: The program, with as many stages as there are partitions.
-            values: Its inputs, in order: pytrees, whose tensors are cut by rows unless they are
-                marked by :func:`~lightning_gpipe.whole`.
+            values: Its inputs: pytrees, whose tensors are cut by rows unless they are marked by
+                :func:`~lightning_gpipe.whole`.
             chunks: The number of micro-batches; None is that of the facade.
         """
 
@@ -50,8 +48,7 @@ class RunProgram(Protocol):
 class OwnerProcesses(Protocol):
     """The processes that own the stages, and their workers; the engine's.
 
-    All of them run the user's forward, on the same values, and so make the same program of it.
-    Results that only the owner of a stage can compute are shared by :meth:`rehearse`.
+    All of them run the user's forward on the same values, and so make the same program of it.
     """
 
     @property
@@ -72,18 +69,14 @@ class OwnerProcesses(Protocol):
     def rehearse(self, j: int, compute: Callable[[], Any]) -> Any:
         """Compute a pytree in the process of stage ``j``, and return it in all processes.
 
-        No worker uses the modules meanwhile. Its layers have the values of all their parameters.
-        All of them must call this, in the same order. If ``compute`` fails, its process raises the
+        All of them must call this, in the same order. No worker uses the modules meanwhile, and the
+        layers have the values of all their parameters. If ``compute`` fails, its process raises the
         error, and the others raise that it has failed.
         """
 
 
 class Frontend(ABC):
-    """Makes programs of the calls in a module's forward.
-
-    Args:
-        model: The user's model.
-        path: The path in it of the module; empty if it is the model.
+    """Makes programs of the calls in the forward of the module at ``path`` in the user's model.
 
     Attributes:
         takes_batch: Whether the layers get the batch as the user made it, and no values of a
@@ -102,7 +95,6 @@ class Frontend(ABC):
 
     @property
     def owner(self) -> nn.Module:
-        """The module whose forward it makes programs of."""
         return self._module
 
     @property
@@ -122,11 +114,8 @@ class Frontend(ABC):
     def call(self, run: RunProgram, /, *args: Any, **kwargs: Any) -> Any:
         """Call the user's model, in which this was installed.
 
-        Args:
-            run: Runs programs, for a front-end that is not installed in the model but is called by
-                the facade alone: what it is called with it must not hold, or a facade that is
-                dropped would be kept by a cycle.
-            args, kwargs: The arguments of the model.
+        ``run`` is for a front-end that is not installed in the model but is called by the facade
+        alone: an attribute would make a cycle, which keeps a facade that is dropped.
         """
         return self._model.forward(*args, **kwargs)
 
@@ -150,20 +139,15 @@ class Frontend(ABC):
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         """Cut the module into stages with these numbers of units, for all later programs.
 
-        Raises:
-            TypeError, ValueError: If it cannot be cut there.
+        Raises a TypeError or a ValueError if it cannot be cut there.
         """
 
     @abstractmethod
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
         """Make calls of the model run as a pipeline.
 
-        Args:
-            run: Runs the program of a call.
-            processes: The processes of the stages; None if they have no workers.
-
-        Raises:
-            RuntimeError: If the model runs as a pipeline already.
+        ``processes`` are those of the stages, None if they have no workers. Raises a RuntimeError
+        if the model runs as a pipeline already.
         """
 
     def remove(self) -> None:

@@ -1,9 +1,8 @@
 """Makes a module run as a pipeline while it stays the same object.
 
-To wrap the module would change the keys of its state dict, to replace it would lose its class, its
-hooks and its other methods, and to store the pipeline's threads in it would break
-``copy.deepcopy(model)`` and ``torch.save(model)``. So the object stays, and gets an instance
-attribute ``forward``, which is not copied with it.
+A wrapper would change the keys of its state dict, a replacement would lose its class, hooks and
+other methods, and threads stored in it would break ``copy.deepcopy`` and ``torch.save``. So it gets
+an instance attribute ``forward``, which is not copied with it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class _ReplacedForward:
         return code
 
     def install(self) -> None:
-        """Have calls of the module come here."""
         self._module.__dict__["forward"] = self
 
     def remove(self) -> None:
@@ -74,10 +72,7 @@ class InstalledForward(_ReplacedForward):
 
 
 class OwnerForward(_ReplacedForward):
-    """The forward of a module that holds the blocks of a pipeline.
-
-    A call of it calls ``around`` with a function that runs the module's own forward.
-    """
+    """The forward of a module that holds the blocks: ``around`` gets the module's own forward."""
 
     def __init__(self, module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__(module)

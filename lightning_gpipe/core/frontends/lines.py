@@ -27,8 +27,7 @@ def current_line() -> str:
 def calling_line(above: int = 0) -> str:
     """Return the line that calls a module, outside of any ``__call__`` of the module's class.
 
-    Args:
-        above: The number of functions around the caller that are certainly not the user's.
+    ``above`` counts the functions around the caller that are certainly not the user's.
     """
     return _innermost(sys._getframe(1 + above), but="__call__")
 

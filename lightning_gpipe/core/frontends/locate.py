@@ -1,8 +1,4 @@
-"""Finds the module to pipeline inside a larger one, and the front-end for its type.
-
-A model seldom *is* an nn.Sequential; it holds one, or an nn.ModuleList of blocks, often beside a
-loss and metrics.
-"""
+"""Finds the module to pipeline inside a larger one, and the front-end for its type."""
 
 from __future__ import annotations
 
@@ -71,7 +67,6 @@ def candidates(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _outermost(root: nn.Module, accepts: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return the modules of one kind that are in no other one, by path; maybe ``root`` itself."""
     if accepts(root):
         return {"": root}
     modules: dict[str, nn.Module] = {}

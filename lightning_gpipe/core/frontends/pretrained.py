@@ -1,11 +1,9 @@
 """Builds a model without the memory of its parameters, and gives it the values in a folder.
 
-Under ``torch.device("meta")`` buffers have no values either, and those that no file has, such as
-the frequencies of rotary embeddings, are computed in the constructor alone.
-
-The usual way is to read all files into one state dict and to copy it: a host needs the memory of
-the model twice. Here each tensor is read alone, onto its device if it has one, and if it is on the
-meta device when it is placed. Everything is checked before, from the headers of the files.
+To read all files into one state dict and to copy it needs the memory of the model twice. Here each
+tensor is read alone, onto its device if it has one, or when it is placed; the headers of the files
+are checked before. Under ``torch.device("meta")`` buffers have no values either, and those that no
+file has, such as the frequencies of rotary embeddings, are computed in the constructor alone.
 """
 
 from __future__ import annotations
@@ -145,8 +143,7 @@ def _renamings(
 ) -> Iterator[dict[str, StoredTensor]]:
     """Yield the tensors of files by their names, and by those that they may have in a model.
 
-    A model with a head has its base in a child, as in ``model.layers.0``, and the files may be of
-    either.
+    A model with a head has its base in a child, as in ``model.layers.0``; files may be of either.
     """
     yield dict(stored)
     for child, _ in model.named_children():
@@ -156,10 +153,7 @@ def _renamings(
 
 
 def tensors_in(path: Path) -> dict[str, StoredTensor]:
-    """List the tensors of a file of safetensors, or of a folder with one, or several and an index.
-
-    Only the headers are read.
-    """
+    """List the tensors of a file of safetensors, or of a folder of such files, from the headers."""
     files, listed = _files(path)
     tensors = {name: stored for file in files for name, stored in _contents(file).items()}
     if lacking := [name for name in listed if name not in tensors]:

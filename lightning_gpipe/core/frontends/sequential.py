@@ -1,8 +1,4 @@
-"""The front-end for an nn.Sequential, the shortest one: its layers one after another.
-
-The layers of nested nn.Sequentials count one by one. The program is the same for each call. The
-layers get the batch as the user made it, and the user's code gets what the last one returns.
-"""
+"""The front-end for an nn.Sequential: its layers, those of nested ones too, one after another."""
 
 from __future__ import annotations
 
@@ -32,12 +28,7 @@ from lightning_gpipe.core.programs import Program, chain
 
 
 class Layers(Frontend):
-    """Runs the layers of an nn.Sequential.
-
-    Args:
-        model: The user's model.
-        path: The path of the nn.Sequential in it; empty if it is the model.
-    """
+    """Runs the layers of the nn.Sequential at ``path``: the same program for each call."""
 
     takes_batch = True
     _module: nn.Sequential
@@ -132,8 +123,7 @@ class Layers(Frontend):
     def _check_groups(self) -> None:
         """Refuse what a group got since setup and the pipeline, which never calls it, leaves out.
 
-        Without gradients hooks are only warned of: a summary of the model registers some for one
-        forward.
+        Without gradients hooks only warn: a summary of the model registers some for one forward.
         """
         forwards = [path for path, group in self._groups.items() if has_own_forward(group)]
         hooked = [path for path, group in self._groups.items() if any(hooks_of(group))]

@@ -1,8 +1,8 @@
 """A module that stands in for another one, with everything that it has.
 
-A pipeline is called in place of the user's module. If it shared only the layers, everything on the
-module itself would be lost silently: hooks, parameters that a hook uses, entries of the state dict.
-So it shares the containers of the module themselves, and an addition to either is in both.
+A pipeline that shared only the layers of the user's module would lose its hooks, its own parameters
+and entries of the state dict silently. So it shares the containers of the module themselves, and an
+addition to either is in both.
 """
 
 from __future__ import annotations

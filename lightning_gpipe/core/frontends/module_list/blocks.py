@@ -1,9 +1,8 @@
 """A block whose calls are recorded.
 
-nn.Module looks up ``_call_impl`` on the object before it runs any hook. So an instance attribute of
-that name receives the calls of a block, and a stage runs the block with its hooks, on micro-batches
-as the layers of an nn.Sequential. An instance attribute ``forward`` would receive the calls between
-the hooks of the caller, who has no values yet.
+nn.Module looks up ``_call_impl`` on the object before it runs any hook, so an instance attribute of
+that name receives the calls, and a stage runs the block with its hooks on micro-batches. The
+attribute ``forward`` would receive them between the caller's hooks, where there are no values yet.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ class Block:
         name: Its name in the user's model.
         stage: The stage that runs it.
         device: The device of the stage; None if the stage has no parameters and buffers.
-
-    Attributes:
-        run: Runs the block with its hooks.
-        parameters: The names of the positional parameters of its forward.
     """
 
     _receive: Receiver  # set when it is installed
@@ -66,7 +61,7 @@ class Block:
     def kind(self) -> tuple[Any, ...]:
         """Equal for blocks that return the same structure for arguments of the same kind.
 
-        It is the classes and the flags: an index or a size is no reason to return something else.
+        Classes and flags count; an index or a size is no reason to return something else.
         """
         attributes = self.module.__dict__.copy().items()  # a worker may set one meanwhile
         flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]

@@ -1,11 +1,9 @@
 """Outputs that hooks within blocks collect for the model: router logits, attentions, hidden states.
 
-The models of transformers register such hooks, and put a dict of lists into a context variable
-around their forward; a hook appends to the list of its key. In a stage it would append the values
-of one micro-batch, from the stage's own graph. So each block runs with lists of its own and returns
-them with its result. The model's own lists get placeholders.
-
-The variable is looked up where transformers was imported, which this package does not do.
+Such hooks of transformers append to a dict of lists in a context variable, in a stage the values of
+one micro-batch, from the stage's own graph. So each block runs with lists of its own and returns
+them with its result; the model's lists get placeholders. The variable is looked up where
+transformers was imported, which this package does not do.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ class Collector:
 
     @classmethod
     def active(cls) -> Collector | None:
-        """Return the collector of the calling thread, if something is to be collected."""
         module = sys.modules.get("transformers.utils.output_capturing")
         variable = getattr(module, "_active_collector", None)
         outer = None if variable is None else variable.get()

@@ -1,10 +1,8 @@
 """The state that must not change until blocks run, of the thread and of what each call sees.
 
-All blocks run when the last one is called, under one grad mode and one autocast. A forward that
-computes some blocks without gradients, or in another precision, would silently get others. What it
-sets around a call and resets would have the later value by then: an attribute or a hook of the
-block, noise on its weights, a context variable, a tensor that the forward edits in place. So both
-are compared, and refused.
+All blocks run when the last one is called, under one grad mode and one autocast. What a forward
+sets around a call and resets would have the later value by then: a mode, an attribute or a hook of
+the block, a context variable, a tensor edited in place. So changes are found and refused.
 """
 
 from __future__ import annotations
@@ -26,10 +24,7 @@ class ForwardState(NamedTuple):
     """The thread-local settings that decide how blocks compute.
 
     Attributes:
-        grad: Whether gradients are recorded.
-        inference: Whether inference mode is on.
-        autocast: The type of autocast, False without it; for the CPU, and the device if it is
-            another one.
+        autocast: The type of autocast, False without it; for the CPU and another device.
         hooks: The innermost hooks on saved tensors, except those of ``torch.utils.checkpoint``: a
             stage recomputes by itself.
     """
@@ -45,7 +40,6 @@ class ForwardState(NamedTuple):
         return cls(grad, inference, _autocast(device), saved_tensors_hooks())
 
     def check(self, device: torch.device, line: str) -> None:
-        """Refuse a thread that is in another state at a line of the user's code."""
         now = ForwardState.now(device)
         if self == now:
             return
@@ -77,10 +71,8 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 class CallState:
     """The values that a recorded call sees: attributes, hooks, context variables, arguments.
 
-    Args:
-        call: The call of a block, or of an operator between two blocks.
-        arguments: Its arguments; None for one that an earlier forward made too, when all was
-            compared, so that the numbers and flags of the block are enough.
+    ``arguments`` is None for a call that an earlier forward made too, when all was compared: the
+    numbers and flags of the block are enough then.
     """
 
     def __init__(self, call: RecordedCall, arguments: Arguments | None) -> None:

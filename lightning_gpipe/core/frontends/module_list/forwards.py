@@ -46,13 +46,11 @@ class _Session(threading.local):
 
 
 class BlockCalls:
-    """Receives the calls of the blocks of a pipeline.
+    """Receives the calls of the blocks of a pipeline, in order.
 
     Args:
-        blocks: The blocks, in order.
         owners: The modules from the model to the one that holds the blocks.
         title: The name of the nn.ModuleList in errors.
-        run: Runs programs.
         processes: The processes of the stages; None if they have no workers.
     """
 
@@ -76,7 +74,6 @@ class BlockCalls:
         self._ran = False
 
     def plain(self) -> Manager:
-        """Return a ``with`` block in which blocks run when they are called."""
         return Journal().changed([(vars(self), "_plain", True)])
 
     def forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
@@ -187,7 +184,6 @@ class BlockCalls:
         return recording
 
     def _device(self, first: Tensor | None) -> torch.device:
-        """The device of the results of the pipeline: that of the last block."""
         last = self._blocks[-1].device
         if last is None:
             return torch.device("cpu") if first is None else first.device

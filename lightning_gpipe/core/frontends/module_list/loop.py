@@ -37,14 +37,9 @@ from lightning_gpipe.core.layout import Partition, check_balance, check_distinct
 
 
 class Loop(Frontend):
-    """Makes programs of the loop over the blocks of an nn.ModuleList.
+    """Makes programs of the loop over the blocks of the nn.ModuleList at ``path``.
 
-    Args:
-        model: The user's model.
-        path: Where the nn.ModuleList is in it, such as ``"model.layers"``.
-
-    Raises:
-        TypeError, ValueError: If the blocks cannot be cut.
+    Raises a TypeError or a ValueError if the blocks cannot be cut.
     """
 
     variables = (RUNNING,)
@@ -132,8 +127,7 @@ def _devices(
 ) -> list[torch.device | None]:
     """The device of each stage: of a parameter or buffer that it does not share, if it has one.
 
-    The values of a stage of another process are on the device of the modules around the stages
-    here.
+    The values of another process's stage are on the device of the modules around the stages.
     """
     stages = Counter(parameter for part in partitions for parameter in part.parameters)
     devices: list[torch.device | None] = []

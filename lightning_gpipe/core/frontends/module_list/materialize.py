@@ -24,10 +24,8 @@ _PROGRAMS = 8  # in memory of a tape: one for each choice of values that the for
 def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
     """Run the program of a recording in n stages, and make its placeholders tensors.
 
-    Placeholders that nothing refers to any more are not computed for the caller.
-
-    Raises:
-        RuntimeError: If a value in use has no rows.
+    Placeholders that nothing refers to any more are not computed for the caller. Raises a
+    RuntimeError if a value in use has no rows.
     """
     wanted = {placeholder.number: placeholder for placeholder in recording.alive}
     program = _program(recording, wanted, n)

@@ -53,7 +53,6 @@ class LoopRecording:
         rehearse: Runs calls of a stage on a few rows, for all processes.
 
     Attributes:
-        tape: The calls so far.
         inputs: The tensors from outside by number, and how they are cut.
         samples: The values for a few rows.
         compares: Whether what calls see is compared with what they would see when they run.
@@ -142,10 +141,9 @@ class LoopRecording:
     def record(
         self, call: RecordedCall, arguments: tuple[Any, Any], check: Check | None = None
     ) -> Any:
-        """Record a call, or follow the tape if it is there.
+        """Record a call, or follow the tape; return what the call will return, with placeholders.
 
-        Return what the call will return, with placeholders for tensors. ``check`` raises if what a
-        rehearsal has shown cannot run in micro-batches.
+        ``check`` raises if what a rehearsal has shown cannot run in micro-batches.
         """
         self._latest = call
         if not self._count:
@@ -213,7 +211,6 @@ class LoopRecording:
     def _learned(
         self, call: RecordedCall, arguments: tuple[Any, Any], check: Check | None
     ) -> TapeEntry:
-        """Add a call that the tape does not have."""
         if self.tape.programs:
             self._use(self.tape.until(self._count))
             self.outsides.number_as_on(self.tape)

@@ -1,7 +1,6 @@
 """The graph of one kind of call: its steps, traced through as far as possible, and its outputs.
 
-A module whose own forward cannot be traced stays one step, with all modules in it. Only the
-outermost forward has no such way out.
+A module within whose own forward cannot be traced stays one step.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ class UnsupportedForward(TypeError):
 
 @dataclass(frozen=True, eq=False)
 class CallGraph:
-    """The steps of one kind of call of ``root``.
+    """The steps of one kind of call of ``root``, in order, without the placeholders.
 
     Attributes:
-        nodes: The steps, in order, without the placeholders.
-        inputs: The placeholders.
-        outputs: The nodes of the values that the forward returns.
-        returned: The forward's result, with these nodes in it.
+        returned: The forward's result, with the nodes of ``outputs`` in it.
         modes: The modes in which it was traced.
         whole: For each module that could not be traced through, the reason.
         reads: The constants that the forward read of modules and parameters.
@@ -55,15 +51,13 @@ class CallGraph:
         return [node for node in self.nodes if node.op == "call_module"]
 
     def layer(self, node: fx.Node) -> nn.Module:
-        """Return the layer that a node calls."""
         return self.root.get_submodule(str(node.target))
 
 
 def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallGraph:
     """Trace a call of ``forward``, the forward of ``root``, and leave ``root`` as it was.
 
-    Raises:
-        UnsupportedForward: If the forward of ``root`` itself cannot be traced.
+    Raises an UnsupportedForward if the forward of ``root`` itself cannot be traced.
     """
     whole: dict[nn.Module, str] = {}
     while True:

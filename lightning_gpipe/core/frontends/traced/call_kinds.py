@@ -21,10 +21,7 @@ from lightning_gpipe.core.frontends.traced.symbolic import ValueKind
 class Argument:
     """Stands for an argument that is a value of the graph.
 
-    Attributes:
-        kind: The kind of the value.
-        whole: Whether every micro-batch gets it whole.
-        certain: False if the kind is an assumption.
+    ``whole``: every micro-batch gets it whole. ``certain``: its kind is no assumption.
     """
 
     kind: ValueKind
@@ -61,7 +58,6 @@ class CallKind:
 
     @property
     def inputs(self) -> list[Argument]:
-        """The arguments that are values, in order."""
         return [leaf for leaf in self._leaves if isinstance(leaf, Argument)]
 
     def __eq__(self, other: object) -> bool:
@@ -73,7 +69,6 @@ class CallKind:
         return hash(tuple(map(type, self._leaves)))
 
     def call(self, forward: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Call ``forward`` with ``values`` for the arguments that are values."""
         rest = iter(values)
         leaves = [next(rest) if isinstance(leaf, Argument) else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(FlatTree(leaves, self._spec))

@@ -1,9 +1,8 @@
 """In-place edits in a traced forward, and the check that other stages would see them.
 
-A value that travels is another tensor on the stage that gets it. So the steps after an edit are
-changed to use the result of the edit and not the value from before. In the plain module an edit
-also changes other tensors with the same memory. That holds in a pipeline only if all are on one
-stage, and is refused otherwise.
+The steps after an edit are changed to use its result, as a value that travels is another tensor. An
+edit also changes other tensors with the same memory: in a pipeline only those on one stage, so
+others are refused.
 """
 
 from __future__ import annotations

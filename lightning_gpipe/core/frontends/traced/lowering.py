@@ -39,16 +39,13 @@ class Output:
 class LoweredProgram:
     """The program of a kind of call.
 
-    Attributes:
-        program: The program.
-        returned: The forward's result, with an :class:`Output` for each value.
+    ``returned`` is the forward's result, with an :class:`Output` for each value.
     """
 
     program: Program
     returned: Any
 
     def __call__(self, run: Callable[..., list[Any]], arguments: Sequence[Any]) -> Any:
-        """Run the program; return the forward's result."""
         values = dict(enumerate(arguments))
         if self.program.outputs:
             values |= zip(self.program.outputs, run(self.program, list(arguments)), strict=True)
@@ -194,8 +191,8 @@ def _first(index: Any) -> Any:
 def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Run a copy of a layer without state that several stages run, maybe at the same time.
 
-    Its attributes are those of now, but its training mode that of the trace: the layer's may have
-    changed when its call is recomputed.
+    Its attributes are those of now, but its training mode that of the trace: that of the layer may
+    have changed when its call is recomputed.
     """
     copy = layer.__new__(type(layer))
     copy.__dict__.update(layer.__dict__, training=training)
@@ -203,10 +200,9 @@ def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> 
 
 
 def run_unedited(run: Callable[..., Any], title: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer, and raise UnsupportedForward if it has edited an argument.
+    """Run a layer, and raise UnsupportedForward if it has edited an argument, which is used later.
 
-    The arguments are used later: another stage has tensors of its own, which would not be edited
-    as in the plain module.
+    Another stage has tensors of its own, which would not be edited as in the plain module.
     """
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     counted = [(x, x._version) for x in tensors if not x.is_inference()]

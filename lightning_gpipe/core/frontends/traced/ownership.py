@@ -1,11 +1,8 @@
 """The units that a balance counts, and the stage of each layer and of each step.
 
-A unit is one call of a layer. A module that runs several times cannot be on two stages, so all
-calls from its first to its last are one unit, unless it has no state: the one ``nn.ReLU`` of a
-residual network may run on every stage.
-
-A step between two calls belongs to the earlier one, but from where the forward enters the module
-that makes the later one::
+A unit is one call of a layer, or all calls from the first to the last of a module that runs several
+times and has state. A step between two calls belongs to the earlier one, but from where the forward
+enters the module that makes the later one::
 
     stem.conv        a unit
     stem.relu        a unit
@@ -13,9 +10,8 @@ that makes the later one::
     block: pool      with block.conv: it runs in the forward of block
     block.conv       a unit
 
-A layer runs on its stage in every kind of call, and steps where the calls run that they belong to.
-A read of a part (``x[0]``, ``x.shape``) runs where the value is made, so that only the part
-travels.
+A layer runs on its stage in every kind of call. A read of a part (``x[0]``, ``x.shape``) runs where
+the value is made, so that only the part travels.
 """
 
 from __future__ import annotations
@@ -98,12 +94,10 @@ def _runs(graph: CallGraph, calls: Sequence[fx.Node]) -> Iterator[tuple[int, int
 
 @dataclass
 class Ownership:
-    """The stage of each layer.
+    """The stage of each layer of ``n`` stages.
 
-    Attributes:
-        n: The number of stages.
-        owners: The stage of each layer that runs on one.
-        shared: For each layer that runs on several, the stages of its calls, in order.
+    ``owners`` has that of each layer that runs on one; ``shared``, for each layer that runs on
+    several, the stages of its calls, in order.
     """
 
     n: int

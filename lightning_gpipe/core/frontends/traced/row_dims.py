@@ -1,20 +1,15 @@
 """The dim of the rows in each value of a traced forward, and a check of steps across the rows.
 
-A stage has the rows of a micro-batch. Between layers, ``x - x.mean(0)``, a softmax or a sort along
-the rows, ``x[0]`` or ``x @ x.t()`` would see those alone, and give something else than the plain
-module. Shapes are not known yet, but the steps tell where rows go: arguments and the outputs of
-layers have them in dim 0, ``transpose(0, 1)`` moves them, ``x.view(n, -1)`` leaves them. A dim may
-count from the end, as those of ``transpose(-1, -2)``: it is taken for another one than that of the
-rows, and a stage checks this, which knows the number of dims. Where the dim of the rows cannot be
-told, nothing is refused.
+In a stage, ``x - x.mean(0)``, a softmax or a sort along the rows, ``x[0]`` or ``x @ x.t()`` would
+see the rows of a micro-batch alone. Shapes are not known yet, but the steps tell where rows go:
+arguments and the outputs of layers have them in dim 0, ``transpose(0, 1)`` moves them,
+``x.view(n, -1)`` leaves them. A dim that counts from the end is taken for another one, which a
+stage checks. Where the dim of the rows cannot be told, nothing is refused.
 
-In a stage, ``x.size(0)`` is the number of rows of a micro-batch. As a size it is what is needed:
-``x.view(x.size(0), -1)`` views the micro-batch. As a value it is not: ``x.sum() / x.size(0)`` would
-divide by another number than the plain module does. The latter is refused.
-
-``x / x.sum()`` would divide each micro-batch by its own sum. A reduction without a dim is over the
-rows as well, so its result must not meet values with rows again, nor a layer. As an output of the
-model, a loss, it is merged with those of the other micro-batches.
+In a stage ``x.size(0)`` is the number of rows of a micro-batch: right as a size, as in
+``x.view(x.size(0), -1)``, and refused as a value, as in ``x.sum() / x.size(0)``. A reduction
+without a dim is over the rows as well: its result must not meet values with rows again, nor a
+layer. As an output, a loss, it is merged with those of the other micro-batches.
 """
 
 from __future__ import annotations
@@ -61,9 +56,7 @@ _FILLED = frozenset({"zeros", "ones", "full", "empty"})
 class RowDims(dict[fx.Node, int | None]):
     """The dim of the rows in each value that has rows; None where it cannot be told.
 
-    Attributes:
-        others: For each step, the dims that must not be the rows', in the tensor of this rank.
-        untold: The steps that no rule tells of.
+    ``others``: for each step, the dims that must not be the rows', in the tensor of this rank.
     """
 
     def __init__(self, graph: CallGraph) -> None:
@@ -101,8 +94,8 @@ def _dim_after(call: TracedCall) -> int | None:
 def _rows_in(graph: CallGraph) -> tuple[set[fx.Node], set[fx.Node]]:
     """Find the values that depend on the rows of the micro-batch, and the numbers of rows.
 
-    The latter include what is computed from them. Raise UnsupportedForward if these numbers, or a
-    reduction over all rows, are used where they would be those of a micro-batch.
+    The latter include what is computed from them. Raise UnsupportedForward where these numbers, or
+    a reduction over all rows, would be those of a micro-batch.
     """
     rows = {node for node in graph.inputs if not node.meta["whole"]}
     counts: set[fx.Node] = set()

@@ -1,8 +1,8 @@
 """The partitions of a traced module, and the tensors that their stages read.
 
 A partition has the outermost modules that are wholly of its stage. Parameters and buffers that a
-forward reads itself, such as the ``cls_token`` of a vision transformer, belong to modules that are
-on several stages. So a stage that reads one has a small module that holds the same object.
+forward reads itself, such as the ``cls_token`` of a vision transformer, belong to modules on
+several stages; a stage that reads one has a small module that holds the same object.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class TensorHolder(nn.Module):
 class StageModules:
     """The modules of each stage, as cut by ``graphs``; the stage of each is added to ``own``.
 
-    Attributes:
-        partitions: The partition of each stage, with names that begin with ``prefix``.
+    The names in ``partitions`` begin with ``prefix``.
     """
 
     def __init__(self, graphs: Sequence[CallGraph], own: Ownership, prefix: str = "") -> None:
@@ -49,7 +48,7 @@ class StageModules:
                 own.owners.update(dict.fromkeys(layer.modules(), partition.index))
 
     def slot(self, path: str, j: int) -> tuple[int, nn.Module, str] | None:
-        """Find the parameter or buffer at a path in the latest stage until ``j`` that has it.
+        """Find the tensor at a path in the latest stage until ``j`` that has it.
 
         Returns the stage, the module in it, and the name of the tensor in the module.
         """

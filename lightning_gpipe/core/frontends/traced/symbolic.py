@@ -1,8 +1,8 @@
 """The values that a traced forward computes with, which record its operations, and their kinds.
 
-torch.fx has such a value; three things are different here. It never turns ``x += y`` into
-``x = x + y``. An ``assert`` is recorded. And Python's ``isinstance`` gets the class of a value
-where that is certain, and is refused where it is not: a wrong answer would trace the wrong branch.
+Unlike torch.fx, they do not turn ``x += y`` into ``x = x + y``, and record an ``assert``. Python's
+``isinstance`` gets the class of a value where that is certain, and is refused where it is not: a
+wrong answer would trace the wrong branch.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ for _name in IN_PLACE.split():
 def _asks_for_class(frame: FrameType) -> bool:
     """Return whether the user's code asks for the class of a value, and not PyTorch's own.
 
-    The functions of PyTorch that are written in C ask in the name of their caller.
+    Functions of PyTorch in C ask in the name of their caller.
     """
     code = frame.f_code
     if not is_users(code.co_filename):

@@ -1,13 +1,9 @@
 """The attributes of modules: those that a trace changes, and those that its graph depends on.
 
-A traced forward runs once, on values that are not tensors, so the attributes that it assigns and
-the items that it appends are not those of a real run. They are undone; and since a pipeline would
-not do it again, the forward of that module cannot be traced.
-
-Numbers, flags and tensors in attributes of the modules that were traced through are constants of
-the graph, and so are their children, the hooks that they do not have, and what the forward reads of
-other modules, such as ``self.dropout.p``. A change of one needs a new graph, as the plain module
-would compute something else from then on.
+The attributes that a forward assigns while it is traced, on values that are no tensors, are undone;
+since a pipeline would not do it again, the forward of that module cannot be traced. Numbers, flags,
+tensors, children and missing hooks of modules that were traced through are constants of the graph,
+as is what the forward reads of other modules, such as ``self.dropout.p``: a change needs a new one.
 """
 
 from __future__ import annotations
@@ -57,11 +53,7 @@ class ModuleSnapshot:
 
 
 class AssumedAttributes:
-    """The attributes of modules that were traced through, as they were then.
-
-    Attributes:
-        modules: The modules that were traced through, or hold such modules.
-    """
+    """The attributes of modules that were traced through, or hold such modules, as they were."""
 
     def __init__(self, root: nn.Module, whole: Collection[nn.Module], reads: Reads) -> None:
         self.modules = list(dict.fromkeys(_traced_through(root, whole)))

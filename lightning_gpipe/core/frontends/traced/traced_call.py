@@ -1,8 +1,8 @@
 """A call in a traced forward, the dims of the rows in its arguments, and checks that need tensors.
 
-The checks are of dims that count from the end, and trials. A function that no rule tells of is
-tried when a stage first calls it with several rows: the last one by itself, and the others without
-it, must give what they give together.
+The checks are of dims that count from the end, and trials: when a stage first calls a function
+without a rule with several rows, the last row by itself, and the others without it, must give what
+they give together.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ def across_rows(line: str, what: str) -> UnsupportedForward:
 
 
 class TracedCall:
-    """A function or method of a step, and its arguments.
+    """A function or method of a step (empty ``name``: a layer), and its arguments.
 
     Attributes:
-        name: The name of the function; empty for a layer.
-        line: The user's line.
         dim: The dim of the rows in its first argument, or in the first tensor in that.
         rows: The dims of the rows in all arguments.
         others: Dims that count from another end than ``dim``, and must be others.
@@ -52,7 +50,6 @@ class TracedCall:
         self.dim = next((dim for dim in within if dim is not None), None)
 
     def of(self, value: Any) -> int | None:
-        """Return the dim of the rows in an argument."""
         return self._dims.get(value) if isinstance(value, fx.Node) else None
 
     def at(self, position: int, *names: str, default: Any = None) -> Any:
@@ -98,7 +95,7 @@ def run_apart(
 
 
 def tried(run: Callable[..., Any], cut: Sequence[bool], line: str) -> Callable[..., Any]:
-    """Return a function that runs another one, which it tries at its first call with two rows.
+    """Return a function that tries another one at its first call with two rows.
 
     ``cut`` says which arguments have their rows in dim 0; those of one may be several for a row.
     """

@@ -31,14 +31,9 @@ _MANY = 16  # the number of traces that is a surprise
 
 
 class TracedForward(Frontend):
-    """Traces a module's forward, once for each kind of call.
+    """Traces the forward of the module at ``path``, once for each kind of call.
 
-    Args:
-        model: The user's model.
-        path: The module's path in it; empty if it is the model.
-
-    Raises:
-        UnsupportedForward: If its forward cannot be traced.
+    Raises an UnsupportedForward if it cannot be traced.
     """
 
     _stage_modules: StageModules
@@ -102,7 +97,6 @@ class TracedForward(Frontend):
 
     @property
     def _forward(self) -> Callable[..., Any]:
-        """The forward without a pipeline."""
         return self._own_forward or MethodType(type(self._module).forward, self._module)
 
     def _run(
@@ -124,7 +118,6 @@ class TracedForward(Frontend):
     def _traced(
         self, kind: CallKind, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
     ) -> LoweredProgram:
-        """Return the program of a new kind of call."""
         check_constants(args, kwargs, tensors)
         graph = self._trace(kind)
         program = lower(graph, self._stage_modules)
@@ -168,7 +161,6 @@ class _Programs:
         self._traces = 0
 
     def find(self, kind: CallKind) -> LoweredProgram | None:
-        """Return the program of a kind of call, in the current modes."""
         program, assumed = self._programs.get(self._key(kind), (None, None))
         return program if assumed is not None and assumed.holds() else None
 

@@ -45,11 +45,9 @@ def is_layer(module: nn.Module) -> bool:
 
 
 class Tracer(fx.Tracer):
-    """Traces one call of a module.
+    """Traces one call of a module's ``forward``.
 
     Args:
-        module: The module.
-        forward: Its forward.
         kind: The kind of the call.
         whole: Modules to keep whole, besides those of :func:`is_layer`.
 
@@ -89,7 +87,6 @@ class Tracer(fx.Tracer):
             return self.trace(self._module)
 
     def tensor_of(self, node: fx.Node) -> Tensor | None:
-        """Return the parameter or buffer that a node reads."""
         return self._tensors[str(node.target)] if node.op == "get_attr" else None
 
     @override

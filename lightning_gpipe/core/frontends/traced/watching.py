@@ -1,8 +1,8 @@
 """Watches a traced forward for what torch.fx does not see.
 
-``with torch.no_grad():`` in a forward leaves no trace in a graph. So each recorded call is compared
-with the state in which the forward began, and runs under its own where that differs. Settings of
-the whole process, such as ``sdpa_kernel``, would act on all stages at once, and are refused.
+``with torch.no_grad():`` leaves no trace in a graph, so each recorded call is compared with the
+state in which the forward began, and runs under its own where that differs. Settings of the whole
+process, such as ``sdpa_kernel``, would act on all stages at once, and are refused.
 ``torch.zeros(3)``, an autograd function or a random number would be constants of the graph.
 """
 
@@ -47,7 +47,6 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls) -> Modes:
-        """Return the modes of the calling thread."""
         return cls(
             torch.is_grad_enabled(),
             tuple(map(Autocast.of, ("cpu", "cuda"))),

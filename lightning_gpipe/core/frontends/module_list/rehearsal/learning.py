@@ -42,7 +42,6 @@ class Learner:
         knowledge: The knowledge about each kind of call; it grows.
         caches: The rule for objects that blocks fill.
         samples: The values of the forward for a few rows.
-        grad: Whether gradients are recorded.
     """
 
     first: Tensor
@@ -87,7 +86,7 @@ class Learner:
     def reading(self, tensor: Tensor, learned_reading: Reading | None) -> Reading | None:
         """Return how a tensor from outside is cut, or None if a rehearsal must show it.
 
-        ``learned_reading`` is the one that a rehearsal showed for an earlier tensor in its place.
+        ``learned_reading`` is that of an earlier tensor in its place.
         """
         if tensor is self.first:
             return 1
@@ -183,11 +182,9 @@ class CacheRule:
     """Decides about objects that blocks fill, such as the caches of keys and values.
 
     Micro-batches would fill a cache over one another. Without gradients the mini-batch runs in one
-    micro-batch, which fills it as the plain model does. With gradients a cache is of no use, since
-    nobody reads it: blocks get None instead, as in libraries that recompute layers.
-
-    Args:
-        spread: Whether other processes have blocks too, which fill objects of their own.
+    micro-batch, which fills it as the plain model does. With gradients nobody reads a cache: blocks
+    get None, as in libraries that recompute layers. ``spread``: other processes have blocks too,
+    which fill objects of their own.
     """
 
     def __init__(self, *, spread: bool = False) -> None:

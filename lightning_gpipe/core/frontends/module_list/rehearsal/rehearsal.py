@@ -1,10 +1,9 @@
 """Runs calls on a few rows, to learn what they return and how their arguments are cut.
 
-Most arguments are cut as their shapes say. Where a shape allows two readings, both are tried: an
-attention mask of shape (rows, 1, length, length), passed whole to two rows, does not run; nor does
-a table of positions that happens to have as many entries as there are rows, when it is cut. If both
-run and return the same, the argument has no influence. If they return different results, nothing
-can tell which is meant, and the user must.
+Most arguments are cut as their shapes say. Where a shape allows two readings, both are tried: a
+mask of shape (rows, 1, length, length), passed whole to two rows, does not run; nor does a table of
+positions with as many entries as rows, when it is cut. If both run and return the same, the
+argument has no influence; if they differ, the user must say which is meant.
 """
 
 from __future__ import annotations
@@ -93,13 +92,8 @@ class Rehearsal:
     def learn(self, readings: Readings, unknown: Sequence[Path]) -> tuple[Knowledge, Trial]:
         """Run the call, and return what is known of its kind then.
 
-        Args:
-            readings: How the tensors from outside are cut, as far as it is known.
-            unknown: The tensors of which it is not known.
-
-        Raises:
-            ValueError: If arguments have several readings that make a difference.
-            BaseException: What the call raises with all of them, with a note.
+        ``unknown`` are the tensors without a reading. Raises a ValueError if arguments have several
+        readings that make a difference, and what the call raises with all of them, with a note.
         """
         sizes = self._sizes_beside_rows() if unknown else frozenset()
         first = {
@@ -126,10 +120,7 @@ class Rehearsal:
         return Knowledge(result, learned_readings, trial.filled_objects), trial
 
     def _located(self, readings: Readings, result: Result, draws: bool) -> tuple[Any, ...] | None:
-        """Return the leaves of a result with the dims of their rows.
-
-        Return None if the call computes across rows, so that other rows beside them change it.
-        """
+        """Return the leaves of a result with the dims of their rows; None if it mixes rows."""
         probes = _REPLACED if draws else _PAIRS
         try:
             trials = [self._run(readings, _PROBED, probe) for probe in (_ALL, *probes)]
@@ -169,9 +160,8 @@ class Rehearsal:
     def _needs_other(self, readings: Readings, path: Path) -> bool:
         """Return True if only the other reading of an argument is right, though these run.
 
-        Raises:
-            Doubt: If both run and make a difference, and rows may depend on others with both or
-                neither.
+        Raises a Doubt if both run and make a difference, and rows may depend on others with both or
+        neither.
         """
         # A block may count the rows of all its input together, as in `x.view(rows, -1, width)`. So
         # neither reading runs by chance, the number of rows is one that divides no such count.
@@ -200,7 +190,7 @@ class Rehearsal:
     def _run(
         self, readings: Readings, few: int | None = None, probe: Sequence[int] | None = None
     ) -> Trial:
-        """Run the call on a few rows of everything; on another number of them than usual.
+        """Run the call on a few rows, by default :attr:`few`, of everything.
 
         With ``probe``, on those of these rows, after all were made different from one another.
         """
@@ -295,9 +285,9 @@ def _with_different_rows(tensor: Tensor) -> Tensor:
 
 
 def _leaf_with_rows(leaf: Any, values: Sequence[Any], probes: Sequence[Sequence[int]]) -> Any:
-    """Return a leaf with the dim of its rows, given its values for all rows and for each probe.
+    """Return a leaf with the dim of its rows, or None if its rows depend on others.
 
-    Return None if its rows depend on others.
+    The values are those for all rows, and for each probe.
     """
     full, *others = values
     if not isinstance(leaf, TensorLeaf):

@@ -96,14 +96,7 @@ def only_here(stage: int, function: Callable[[], Any]) -> Any:
 
 
 def few_of(tensor: Tensor, cut: Cut, rows: int, few: int | Sequence[int] | None) -> Tensor:
-    """Return a few rows of a tensor; all of one that is not cut, or if ``few`` is None.
-
-    Args:
-        tensor: The tensor.
-        cut: How it is cut: see :attr:`TensorLeaf.cut`.
-        rows: The number of its rows.
-        few: The number of rows to return, or their indices.
-    """
+    """Return ``few`` rows of a tensor, by number or indices; all if None, or if it is not cut."""
     tensor, (reading, dim, inner) = tensor.detach(), cut
     if not reading or few is None:
         return tensor
@@ -178,7 +171,6 @@ class Samples:
         return shape
 
     def take_all(self) -> None:
-        """Have the values of all rows from now on."""
         if not self.single:
             self.few = None
             self.clear()

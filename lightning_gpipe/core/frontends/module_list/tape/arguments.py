@@ -1,9 +1,8 @@
 """The arguments of a call: their leaves, and which tensors among them have rows.
 
-A block is called with the mini-batch's hidden states, and with masks, positions and settings beside
-them. Micro-batches need the rows of some tensors and all of others, and nothing but the shape tells
-them apart. A tensor whose dim 0 is the number of rows is cut; one of another size, or marked by
-``whole``, is passed to each micro-batch as it is. A multiple of the number of rows may be either:
+Masks, positions and settings come beside the hidden states, and nothing but the shape says which of
+them micro-batches need whole. A tensor whose dim 0 is the number of rows is cut; one of another
+size, or marked by ``whole``, is passed as it is. A multiple of the number of rows may be either:
 ``(rows * heads, 1, length)`` has several entries per row.
 """
 

@@ -1,7 +1,7 @@
 """The calls of a program's steps, and the structure of what they return.
 
-The user's forward gets placeholders before there is a result. Whether a block returns a tensor or a
-tuple, and of what, is seen once for each kind of block, and checked in all later results.
+The user's forward gets placeholders before there is a result, whose structure is seen once for each
+kind of block, and checked in all later results.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class TensorLeaf:
 class Result:
     """The structure of what a call returns.
 
-    A leaf is a :class:`TensorLeaf`, a :class:`ReturnedArgument`, or a constant that is the same in
-    every call.
+    A leaf is a :class:`TensorLeaf`, a :class:`ReturnedArgument`, or a constant.
     """
 
     spec: Any
@@ -89,10 +88,8 @@ class RecordedCall(NamedTuple):
 
     Attributes:
         kind: Equal for calls that return the same structure for arguments of the same kind.
-        name: The block or operator, as errors name it.
         line: The line of the user's code that calls it.
         modules: The modules whose state it may change.
-        parameters: The names of its positional parameters.
     """
 
     run: Callable[..., Any]
@@ -116,7 +113,6 @@ class Knowledge:
     """The knowledge about all calls of a kind.
 
     Attributes:
-        result: The structure of what they return.
         readings: How their tensor arguments are cut, where the shape does not tell.
         filled_objects: The objects among their arguments that they fill, such as caches.
         shapes: The shapes of their results, by the shapes of their arguments.

@@ -22,10 +22,6 @@ class OutsideTensors:
         inputs: The tensors by number, and how they are cut; grows.
         rows: The number of rows.
         read: Returns how a tensor is cut, given the reading learned of another one in its place.
-
-    Attributes:
-        accepted: The tensors that are as expected, by their key.
-        undecided: The tensors of the call that is being compared, and what is expected of each.
     """
 
     def __init__(self, inputs: dict[int, tuple[Tensor, Reading]], rows: int, read: Read) -> None:

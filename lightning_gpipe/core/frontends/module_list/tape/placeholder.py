@@ -1,8 +1,7 @@
 """A stand-in for a tensor that a block will return when the pipeline runs.
 
-A placeholder has a type and a device, and computes its shape on demand. Operators on it are
-recorded; operators that need its value are refused. When the pipeline has run it becomes the tensor
-that it stood for: the user may have it in a list, and need not know that it was anything else.
+Operators on it are recorded; those that need its value are refused. When the pipeline has run it
+becomes the tensor that it stood for, in the user's own lists too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class Placeholder(PendingTensor):
     """Stands for a value of a recording.
 
     Attributes:
-        recording: The LoopRecording that it belongs to.
         number: The number of the value; another one once it was edited in place.
         leaf: Its type, number of dims and reading.
     """

@@ -1,8 +1,8 @@
 """One forward's calls of its blocks, without tensors.
 
-Most often the next forward does the same. So it follows the tape of an earlier one: as long as the
-arguments of its calls are the same, nothing need be learned about them, and there is a program
-already. With the first call that differs it goes on by itself, from a copy of what it has followed.
+The next forward most often does the same: it follows the tape of an earlier one as long as the
+arguments of its calls are the same, and need not learn anything. With the first call that differs
+it goes on by itself, from a copy of what it has followed.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ class OutsideTensor:
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One recorded call.
-
-    Its arguments have a Value for a placeholder, and an OutsideTensor for a tensor from outside.
-    """
+    """One recorded call; a placeholder is a Value, a tensor from outside an OutsideTensor."""
 
     call: RecordedCall
     number: int  # of the value that it returns
@@ -69,7 +66,6 @@ class TapeEntry:
 
     @property
     def outside(self) -> Iterator[OutsideTensor]:
-        """The tensors from outside among its arguments."""
         return (leaf for _, leaf in leaves_in(self.arguments) if type(leaf) is OutsideTensor)
 
 
@@ -145,11 +141,9 @@ class Tape:
 
 @dataclass
 class History:
-    """The knowledge of earlier forwards, in one state of the thread.
+    """The knowledge and the tapes of earlier forwards in one state of the thread.
 
-    Attributes:
-        knowledge: The knowledge about each kind of call.
-        tapes: The tapes, by the kind of the first call.
+    ``tapes`` are by the kind of the first call.
     """
 
     knowledge: dict[Hashable, Knowledge] = field(default_factory=dict)
@@ -159,7 +153,6 @@ class History:
 def same_arguments(expected: Any, tree: Any, recording: Any) -> bool:
     """Return whether the arguments of a call are those of a recorded one.
 
-    These have a Value for a placeholder, and an :class:`OutsideTensor` for a tensor from outside.
     ``recording`` is the LoopRecording that follows a tape.
     """
     kind = type(expected)
