@@ -1,14 +1,12 @@
 """A journal of all changes in the user's modules while they run, or for the time of a fit.
 
-While a stage runs, shadows are in the slots of its parameters, batch norms have another
-``forward``, and a recomputation uses saved buffers and the training mode of its forward. All of
-this must be undone, however the run ends. A ``try`` around the changes is not enough, because
-Ctrl-C can come before it, after it, or while the changes are undone. So a change is recorded before
-it is made. Undoing is idempotent, and an interrupted undo is repeated before the next mini-batch.
+Shadows in the slots of parameters, another ``forward`` of batch norms, saved buffers in a
+recomputation: all must be undone, however the run ends. Ctrl-C can come before a ``try``, after it,
+or while changes are undone. So a change is recorded before it is made, undoing is idempotent, and
+an interrupted undo is repeated before the next mini-batch.
 
-When a run has failed, a worker may still be in the middle of a layer. The caller must not wait for
-it, nor find shadows in place of the parameters. So it abandons the journal: it undoes the changes
-itself, and the worker cannot make any more.
+When a run has failed, a worker may still be in the middle of a layer, for which the caller must not
+wait. So it abandons the journal: it undoes the changes itself, and the worker cannot make any more.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ def add_note(error: BaseException, note: str) -> None:
 def modules_raising(error: BaseException) -> list[nn.Module]:
     """Return the modules whose methods an error has passed, the innermost one first.
 
-    The frame that handles the error is left out: it has the error, so that to read its local
-    variables would make a cycle.
+    The frame that handles the error is left out: to read its local variables would make a cycle.
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)][:0:-1]
     owners = [frame.f_locals.get("self") for frame in frames]

@@ -1,11 +1,9 @@
 """Leaves of graphs that stand for parameters: aliases, and copies on another device.
 
-A quantised weight is more than its values: its scales are in attributes, or its class is made of
-several tensors, such as integers and scales. A copy of it on another device has copies of them all,
-in copies of the objects that hold them, where the layer's forward looks for them.
-
-Where the home is the memory of the host, copies are hollow: their values come and go later, in each
-of the tensors that a weight consists of.
+A quantised weight is more than its values: it has scales in attributes, or a class that is made of
+several tensors. A copy has copies of them all, in copies of the objects that hold them, where the
+layer's forward looks for them. Where the home is the memory of the host, copies are hollow: their
+values come and go later, in each of these tensors.
 """
 
 from __future__ import annotations
@@ -85,7 +83,6 @@ def parts_of(weight: Tensor) -> list[Tensor]:
 
 
 def _inner(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor is made of, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -100,10 +97,7 @@ def value_on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor in the place of a parameter's values: of its shape, with one element.
-
-    It is no number where that has more than a byte.
-    """
+    """Return a tensor of a parameter's shape with one element in memory: NaN if possible, or 0."""
     if parameter.is_floating_point() and parameter.itemsize > 1:
         nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
     else:

@@ -1,8 +1,7 @@
 """The parameter slots of a module, in which the caller's code finds its own parameters.
 
-With a loss for each micro-batch, the caller's code runs while stages do. It may look up a parameter
-in an optimizer's state, read its gradient or average its values, so it must not find a shadow.
-Nor can shadows be in the slots in turns with the parameters: layers run on other threads.
+With a loss for each micro-batch, the caller's code runs while stages do, on other threads. It may
+look up a parameter in an optimizer's state, so it must not find a shadow.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ class ParameterSlots(Parameters):
     """The slots of a module: parameters for the caller's code, and shadows for layers.
 
     The shadows are in the dict's own storage, which torch.compile reads past these methods.
-
-    Args:
-        slots: The slots of the module.
-        by_caller: Returns whether the calling code is the caller's.
+    ``by_caller`` returns whether the calling code is the caller's.
     """
 
     def __init__(self, slots: Parameters, by_caller: Callable[[], bool]) -> None:

@@ -1,19 +1,17 @@
 """Leaves that replace a module's parameters while micro-batches run.
 
-A parameter's gradient must arrive once per backward, after all micro-batches, or hooks fire too
-often, data parallelism breaks and ``torch.autograd.grad(loss, params)`` cannot work. So micro-batch
-graphs must not end in the parameters. To compute each micro-batch's gradients with
-``torch.autograd.grad`` and add them up afterwards would need memory for a second set of gradients.
+A parameter's gradient must arrive once per backward, or hooks fire too often, data parallelism
+breaks and ``torch.autograd.grad(loss, params)`` cannot work. To add up the gradients of
+micro-batches afterwards would need memory for a second set of them.
 
 A shadow is a leaf that aliases a parameter's storage and its version counter. The graphs of all
 micro-batches end in the shadows, autograd adds the gradients up in place, and ``shadow.grad`` is
-passed to the parameter at the end without a copy. A shadow has the class of its parameter and
-shares its attributes.
+passed to the parameter at the end without a copy.
 
-A parameter that stages on several devices share, such as an embedding that is also the weight of
-the head, is on one of them, its home. On the others its shadow is a copy, made anew for every
-mini-batch. The gradients of copies are added to that at home. Where the home is the memory of the
-host, or another replica, the copies get their values while the mini-batch runs.
+A parameter that stages on several devices share is on one of them, its home. On the others its
+shadow is a copy, made anew for every mini-batch, whose gradients are added to that at home. Where
+the home is the memory of the host, or another replica, the copies get their values while the
+mini-batch runs.
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ class Shadows:
 
     Attributes:
         parameters: The parameters that have a shadow and require a gradient.
-        in_place: Whether the shadows are in the parameters' slots now.
         hosted: The tensors that parameters consist of whose values come later, each with that of
             its shadow, which has a placeholder for its values.
     """
@@ -164,7 +161,6 @@ class Shadows:
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The parameters that have a shadow, each with its shadow."""
         return list(self._of.values())
 
     def record_versions(self) -> None:

@@ -1,22 +1,20 @@
 """Detects layers that mix the rows of a mini-batch, or get a piece of a single sample.
 
-A mini-batch is cut in the dim of its rows, which is dim 0 unless the user says otherwise. Attention
-and recurrent layers with ``batch_first=False`` have the time there: they would get a piece of every
-sequence, and compute something else than the plain module, without an error.
+A mini-batch is cut in dim 0 unless the user says otherwise. Attention and recurrent layers with
+``batch_first=False`` have the time there: they would compute something else without an error.
 
-Neither the class of a layer nor the shape of the mini-batch is enough to decide, because a layer
-may transpose its input. So in the first mini-batch of a call signature the shapes that the modules
-inside of the layers get are recorded. If the dim that a module mixes has as many elements as the
-micro-batch has rows, in all micro-batches, it was cut::
+A layer may transpose its input, so in the first mini-batch of a call signature the shapes that the
+modules inside of the layers get are recorded. If the dim that a module mixes has as many elements
+as the micro-batch has rows, in all micro-batches, it was cut::
 
     micro-batches of 3, 3 and 2 rows of (8, 5, 16), attention with batch_first=False
 
     it gets    (3, 5, 16)  (3, 5, 16)  (2, 5, 16)     the time was cut
                (5, 3, 16)  (5, 3, 16)  (5, 2, 16)     a layer has transposed, which is right
 
-If all micro-batches have the same size, that may be the length of the time by chance. Then the
-other sizes of the mini-batch decide, and the memory layout: see :func:`_was_cut`. Undecidable cases
-are allowed, and so is a single micro-batch.
+If all micro-batches have the same size, that may be the length of the time by chance: then other
+sizes and the memory layout decide, see :func:`_was_cut`. Undecidable cases are allowed, and so is a
+single micro-batch.
 """
 
 from __future__ import annotations
@@ -90,7 +88,6 @@ class RowWatch:
         self._arrived: list[_Layout] = []
 
     def watching(self, i: int, journal: Journal) -> Manager:
-        """Watch micro-batch ``i`` for the duration of a ``with`` block."""
         return _Watching(self, i, journal)
 
     def close(self) -> None:
@@ -188,8 +185,6 @@ class RowWatch:
 
 
 class _Watching:
-    """Watches one micro-batch for the duration of a ``with`` block."""
-
     # A class: see Note [Context managers are classes].
 
     def __init__(self, watch: RowWatch, i: int, journal: Journal) -> None:
@@ -210,10 +205,10 @@ class _Watching:
 def _was_cut(inputs: dict[int, MixedDim], division: Division) -> bool:
     """Return whether the dim that a module mixes is the one in which the mini-batch was cut.
 
-    If all micro-batches have one size, that may be the length of the time by chance: of windows or
-    heads folded into the batch dimension, of a table of the module. Then the batch dimension must
-    be another dim of the mini-batch. If it is a multiple of the rows, or there is none, the tensor
-    must also have the layout of the layer's own input: windows that were moved to the front do not.
+    If all micro-batches have one size, that may be by chance the length of the time, of a table, or
+    of windows or heads folded into the batch dimension. Then the batch dimension must be another
+    dim of the mini-batch. If it is a multiple of the rows, or there is none, the tensor must also
+    have the layout of the layer's own input, unlike windows that were moved to the front.
     """
     sizes, widths = division
     got = [inputs[i] for i in range(len(sizes))]

@@ -1,15 +1,13 @@
 """Deferred batch norm: running statistics per mini-batch, not per micro-batch.
 
-A batch norm that runs on micro-batches updates its running statistics once for each of them, from
-fewer samples, and again in a recomputation: the trained model differs from the plain one, without
-an error. torchgpipe sums x and x² over a fixed number of micro-batches, which loses digits to
-cancellation, gives the biased variance, and is wrong for fewer micro-batches.
+A batch norm that runs on micro-batches updates its running statistics once for each of them, and
+again in a recomputation. torchgpipe sums x and x² over a fixed number of micro-batches, which loses
+digits to cancellation, gives the biased variance, and is wrong for fewer micro-batches.
 
-Here a batch norm still normalises by micro-batch, but records the mean and the unbiased variance of
-its input. After all micro-batches these are merged, and the running statistics are updated once,
-exactly as for a whole mini-batch. Recomputation records nothing. The running statistics of an
-instance norm, averages over the rows, are deferred as well. Batch norms may also normalise by the
-rows of all replicas, whose moments they record then.
+Here a batch norm still normalises by micro-batch, or by the rows of all replicas, but records the
+mean and the unbiased variance of its input, though not in a recomputation. These are merged after
+all micro-batches, and the running statistics are updated once, exactly as for a whole mini-batch;
+those of an instance norm, averages over the rows, as well.
 """
 
 from __future__ import annotations
@@ -38,14 +36,9 @@ Norm = _BatchNorm | _InstanceNorm
 
 
 def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str]) -> None:
-    """Raise if a batch norm has a forward of its own, so that its statistics cannot be deferred.
+    """Raise a ValueError that names each batch norm with a forward of its own.
 
-    Args:
-        layers: The layers.
-        titles: Their titles in errors, such as ``layer 0``.
-
-    Raises:
-        ValueError: Names every such batch norm.
+    Its statistics cannot be deferred. ``titles`` name the layers in errors, such as ``layer 0``.
     """
     custom = [
         f"{type(module).__name__} in {title}"
@@ -72,9 +65,7 @@ def rows_needed(module: nn.Module) -> int:
 class DeferredStatistics:
     """The statistics that the norms of one stage collect during one mini-batch.
 
-    Args:
-        norms: The norms.
-        gather: Gathers moments of batch norms in all replicas; None if each has its own.
+    ``gather`` gathers moments of batch norms in all replicas; None if each has its own.
     """
 
     def __init__(self, norms: Iterable[Norm], gather: Gather | None = None) -> None:
@@ -97,7 +88,7 @@ class DeferredStatistics:
     def collecting(self, journal: Journal, *, record: bool) -> Manager:
         """Defer the updates of the norms in a ``with`` block that runs one micro-batch.
 
-        The moments of their inputs are recorded if ``record`` is True: not on recomputation.
+        ``record``: record the moments of their inputs, as in forward but not on recomputation.
         """
         writes: list[Write] = []
         for norm, calls in self._calls.items():
@@ -110,9 +101,8 @@ class DeferredStatistics:
     def commit(self) -> None:
         """Update the running statistics, once for each call that the layers made.
 
-        All norms of the stage are updated in one operation, so that Ctrl-C comes before it or
-        after it. In a layer of another pipeline, which defers them too, the merged moments are left
-        to that pipeline.
+        All norms are updated in one operation, so that Ctrl-C comes before or after it. A layer of
+        another pipeline, which defers them too, leaves the merged moments to that pipeline.
         """
         old: list[Tensor] = []
         new: list[Tensor] = []

@@ -1,8 +1,4 @@
-"""The dim of its input that a layer of PyTorch mixes, and the dims in which rows may be.
-
-A recurrent layer or attention mixes the time steps of a sequence. With ``batch_first=False``, the
-default, these are in dim 0, as they are without a batch dimension.
-"""
+"""The dim of its input that a layer of PyTorch mixes, and the dims in which rows may be."""
 
 from __future__ import annotations
 
@@ -82,7 +78,6 @@ def continues(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _sequence(x: Any, batch_first: bool) -> MixedDim | None:
-    """Describe a sequence, whose time steps are mixed."""
     if isinstance(x, PackedSequence) and len(x.batch_sizes):
         return MixedDim((len(x.batch_sizes), int(x.batch_sizes[0])), None, 0, (1,), "packed")
     if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):

@@ -1,10 +1,9 @@
 """Batch norms that normalise by the rows of all replicas of a pipeline.
 
-A micro-batch has few rows, and each replica has others. Here micro-batch i is normalised with
-micro-batch i of all replicas, as ``nn.SyncBatchNorm`` does with whole batches, also on the CPU. The
-moments of all go round in one exchange in forward, and the sums that the gradient of the input
-needs in another one in backward. Each worker has a group of its own for them, in which the replicas
-come to the same norms in the same order: that of the schedule.
+Micro-batch i is normalised with micro-batch i of all replicas, as ``nn.SyncBatchNorm`` does with
+whole batches, also on the CPU. Moments go round in one exchange in forward, and the sums for the
+gradient of the input in another one in backward, in a group of each worker: the replicas come to
+the same norms in the same order, that of the schedule.
 """
 
 from __future__ import annotations
@@ -118,7 +117,6 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _dims(x: Tensor) -> list[int]:
-    """Return all dims but that of the channels."""
     return [0, *range(2, x.dim())]
 
 

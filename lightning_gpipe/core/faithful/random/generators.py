@@ -49,11 +49,10 @@ class Randomness:
 
     Args:
         devices: The devices whose default generators only the stage's worker uses.
-        private: The generators that replace those shared with other workers, if any do.
+        private: The generators that replace those shared with other workers in forward, if any do.
         libraries: Whether to save the states of Python's and NumPy's for recomputation, too.
 
     Attributes:
-        private: The generators of forward, see above.
         in_backward: The generators that replace the shared ones in backward, if any do.
     """
 
@@ -94,11 +93,8 @@ class SharedGenerators:
     """The generators that several workers share, compared before and after a mini-batch.
 
     Workers of other processes use generators of their own, in the same state, and signal what they
-    drew: it counts like draws in this process.
-
-    Args:
-        devices: The devices whose default generators they are.
-        but_for: Older :attr:`states`, which a layer with checkpointing of its own may have set.
+    drew: it counts like draws in this process. ``but_for`` are older :attr:`states`, which a layer
+    with checkpointing of its own may have set.
     """
 
     def __init__(

@@ -43,7 +43,6 @@ class PrivateGenerators:
     They replace the default generators of ``devices``. ``grad``: forward runs with gradients.
 
     Attributes:
-        drew: Whether anything was drawn so far.
         untagged: The names of custom operators that drew from the default generators themselves.
     """
 
@@ -64,8 +63,6 @@ class PrivateGenerators:
 
 
 class _RedirectedDraws(TorchDispatchMode):
-    """Makes operators draw from private generators."""
-
     # Held while the default generator of a device has a private state, for one draw.
     _lock = threading.Lock()
 
@@ -202,7 +199,6 @@ def _draws_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Return the operator's device argument, or its first tensor's device."""
     device = kwargs.get("device")
     if device is None:
         device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))

@@ -3,10 +3,9 @@
 The generators are PyTorch's default ones, one for each device; those of Python's ``random`` and
 ``numpy.random``, one each in a process; and those that modules hold.
 
-Nothing can stand in for Python's and NumPy's, as private generators do for PyTorch's. If all stages
-run on the caller's thread, their states are saved and restored for a recomputation, like those of
-any generator that only one worker uses. On threads the stages draw by turns, in an order that the
-operating system decides: the numbers are not reproducible, and a recomputation would draw others.
+Python's and NumPy's cannot be replaced by private ones. If all stages run on the caller's thread,
+their states are saved and restored for a recomputation. On threads the stages draw by turns, in an
+order that the operating system decides: a recomputation would draw other numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class RandomState(NamedTuple):
 
     @classmethod
     def of(cls, generators: Sequence[Generator | ForeignGenerator]) -> RandomState:
-        """Capture the states of these generators."""
         return cls(generators, [generator.get_state() for generator in generators])
 
     @classmethod
@@ -70,7 +68,6 @@ class RandomState(NamedTuple):
         return RandomState(self.generators[k : k + 1], self.states[k : k + 1])
 
     def restore(self) -> None:
-        """Set the generators to these states."""
         for generator, state in zip(self.generators, self.states, strict=True):
             generator.set_state(state)
 
@@ -109,7 +106,6 @@ class RandomState(NamedTuple):
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Compare two states of a default generator."""
     if isinstance(old, Tensor):
         return torch.equal(old, new)
     if isinstance(old, dict | str):

@@ -1,7 +1,7 @@
 """Runs mini-batches so that the numbers they draw do not depend on the timing of threads.
 
-See Note [Drawing from private generators]. Whether a model draws is recorded for each training mode
-of its modules, in the first mini-batch, which always runs with private generators.
+See Note [Drawing from private generators]. The first mini-batch of each training mode of the
+modules always runs with private generators, and shows whether the model draws.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class RandomDraws:
     ) -> Outputs:
         """Run ``forward``, and run it again if it draws although it did not before.
 
+        Raises a RuntimeError if a recomputation would draw other numbers.
+
         Args:
             flags: The training flags of all modules.
             forward: Runs the stages, with private generators if it gets the shared ones.
@@ -105,9 +107,6 @@ class RandomDraws:
             modes: Whether the caller has active function or dispatch modes: one more costs little
                 then, and a counter must not see the forward twice.
             recomputed: Whether any micro-batch is recomputed.
-
-        Raises:
-            RuntimeError: If a recomputation would draw other numbers.
         """
         if not self.shared:
             return forward(None)
@@ -150,11 +149,10 @@ class RandomDraws:
 
         Args:
             kind: ``backward``, or ``step`` for a whole step with the caller's code.
-            flags: The training flags of all modules.
-            run: Runs with private generators if it gets the shared ones.
-            generators: The shared generators, as they are now. In a backward their states may
-                change without a draw: layers with activation checkpointing of their own set the
-                state of before forward, and at last that of another stage.
+            flags, run: As for :meth:`run`.
+            generators: The shared generators. In a backward their states may change without a
+                draw: layers with activation checkpointing of their own set the state of before
+                forward, and at last that of another stage.
             modes: Whether to use private generators in any case: there are active modes, or
                 forwards of the step will be recomputed.
         """
@@ -202,14 +200,12 @@ class RandomDraws:
             self._warn(_STRAYED + (_RECOMPUTED if recomputed else ""))
 
     def _warn(self, message: str) -> None:
-        """Warn, once for each message."""
         if message not in self._warnings:
             self._warnings.add(message)
             warnings.warn(message, stacklevel=2)
 
 
 def _after(frequency: _Frequency | None, drew: bool) -> _Frequency:
-    """Return the record after one more mini-batch with private generators."""
     if frequency is None:
         return _Frequency.ONCE if drew else _Frequency.NEVER
     if frequency is _Frequency.ONCE and not drew:

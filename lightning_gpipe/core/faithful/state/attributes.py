@@ -1,16 +1,13 @@
-"""Python attributes that layers change in forward.
+"""Python attributes that layers change in forward: ``self.steps += 1``, ``self.cache = y``.
 
-``self.steps += 1``, ``self.cache = y``: a layer that reads such an attribute computes something
-else when it runs again. So the recomputation of a micro-batch gets the attributes from before its
-first forward, and afterwards the modules get those back that the first forwards left. These are
-attributes of modules, of objects that modules hold, and of parameters, such as scales.
+A layer that reads such an attribute computes something else when it runs again. So a recomputation
+gets the attributes of modules, of objects that they hold, and of parameters from before the first
+forward, and afterwards the modules get those back that the first forwards left.
 
-Attributes are compared by identity before and after each first forward that is recomputed, at well
-under a microsecond per module. The contents of lists, dicts and tensors are compared as far as they
-were copied, see :mod:`~lightning_gpipe.core.faithful.state.contents`.
-
-A tensor that the first forward left may be there for its gradient, which flows through the graph of
-the recomputation. So the tensor that the recomputation leaves there replaces it.
+They are compared by identity before and after each first forward that is recomputed, at well under
+a microsecond per module. The contents of lists, dicts and tensors are compared as far as they were
+copied, see :mod:`~lightning_gpipe.core.faithful.state.contents`. A tensor that the recomputation
+leaves replaces that of the first forward, which may be there for its gradient.
 """
 
 from __future__ import annotations
@@ -55,7 +52,6 @@ class Owners:
             self.containing += [(holder, name) for name in held if has_contents(held[name])]
 
     def values(self) -> Values | None:
-        """Return the present values of all attributes; None if some were added or removed."""
         if sum(map(len, self._slots)) != self._size:  # one added and one removed: KeyError
             return None
         try:

@@ -1,8 +1,8 @@
 """A record of the inputs and the state that a stage's layers edit in forward.
 
-To copy every input and every buffer before each run would double their memory. So the first run
-copies all and records which of them the layers edit, and later runs copy only those. This is
-recorded by call signature: the training flags, and the structure of the inputs.
+Copies of all inputs and buffers would double their memory. So only the first run of a call
+signature, the training flags and the structure of the inputs, copies all; it records which of them
+the layers edit, and later runs copy only those.
 """
 
 from __future__ import annotations

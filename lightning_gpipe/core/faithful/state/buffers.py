@@ -1,8 +1,7 @@
 """Buffers that layers update in forward, such as moving averages and counters.
 
-Buffers are saved by reference, which is enough for a layer that assigns a new tensor, and by value
-if a layer may edit them in place. Large buffers, such as masks, are seldom edited: their values are
-copied in the first run, and in later runs only if the first run edited them.
+Buffers are saved by reference, for layers that assign a new tensor, and by value if a layer may
+edit them in place: large ones, such as masks, in the first run, and later if that edited them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ _LARGE = 2**20  # bytes
 class BufferState:
     """The buffers of some modules before a run.
 
-    Args:
-        modules: The modules.
-        edited: The slots of the buffers that the layers are known to edit; None: copy all values.
-        deferred: Whether batch norms in training do not update their running statistics in forward.
+    ``edited`` are the slots of those that layers are known to edit, None to copy all values;
+    ``deferred``: batch norms in training do not update their running statistics in forward.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class BufferState:
 
     @property
     def changed(self) -> set[Slot]:
-        """The slots of buffers that were edited or assigned since."""
         assigned = {
             (module, name)
             for module in self._modules

@@ -1,9 +1,8 @@
 """The contents of lists, dicts, sets, deques, arrays and tensors that modules hold in attributes.
 
-They change without the attribute being set: ``self.seen.append(x)``, ``self.mean.mul_(0.9)``. Only
-a copy shows such a change. Small containers are always copied; large ones and tensors in the first
-run, and in later runs if earlier ones changed them. Containers above a size limit are scanned only
-in these runs. NumPy arrays are treated like large containers, if they are not very large.
+Only a copy shows a change such as ``self.seen.append(x)`` or ``self.mean.mul_(0.9)``. Small
+containers are always copied; large ones, arrays and tensors in the first run, and in later runs if
+earlier ones changed them. Very large ones are scanned only in these runs; such arrays never.
 """
 
 from __future__ import annotations
@@ -113,10 +112,8 @@ class Contents:
     def values(self, title: str, *, linked: bool) -> Iterator[tuple[int, Tensor]]:
         """Yield the copies of tensors, with the ids of the tensors.
 
-        Args:
-            title: The object's name in errors.
-            linked: Whether layers use tensors with a gradient that earlier runs left there: those
-                that were not edited must stay, with their graphs. Other copies refuse a gradient.
+        ``linked``: layers use tensors with a gradient that earlier runs left there. Those that were
+        not edited stay, with their graphs; other copies refuse a gradient.
         """
         for tensor, version, copy in self._tensors:
             if copy is None:

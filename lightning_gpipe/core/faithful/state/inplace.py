@@ -1,11 +1,9 @@
-"""Layers that edit their input in place.
+"""Layers that edit their input in place, as they may in the plain module.
 
-In the plain module such an edit is valid. In a pipeline a stage must not edit its inputs: the
-previous stage may have saved them for its backward, a recomputation needs their values, and a
-tensor that every micro-batch gets whole is shared by all of them.
-
-A stage copies all inputs in its first run, records by their version counters which of them its
-layers edit, and later copies only those. Edits through ``tensor.data`` are not noticed.
+In a pipeline the previous stage may have saved the input for its backward, a recomputation needs
+its values, and micro-batches share a tensor that each gets whole. So a stage copies all inputs in
+its first run, records by their version counters which of them its layers edit, and later copies
+only those. Edits through ``tensor.data`` are not noticed.
 """
 
 from __future__ import annotations
@@ -26,13 +24,9 @@ class MutationGuard:
 
     Args:
         behavior: The behavior of earlier runs; the first run is recorded in it.
-        leaves: The inputs.
+        leaves: The inputs; as an attribute, copied where needed. A tensor that appears twice stays
+            one tensor. The list itself must not be changed.
         marked: Whether to guard marked tensors only, because nothing else needs the inputs again.
-
-    Attributes:
-        leaves: The inputs to run the layers on, copied where needed. A tensor that appears twice
-            stays one tensor. The list itself must not be changed.
-        first: Whether this is the first run on record.
     """
 
     def __init__(self, behavior: Behavior, leaves: list[Any], *, marked: bool) -> None:

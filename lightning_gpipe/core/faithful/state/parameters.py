@@ -5,9 +5,9 @@ recomputation edits a copy of its value from before the first forward. The first
 frozen parameters, up to a limit; later runs copy those that it edited.
 
 A trained parameter cannot be replaced by a copy, which would get the gradient. It may be edited if
-a second edit changes nothing, as in clamping and ``nn.Embedding(max_norm=...)``. The first
-recomputation checks that by sums over the elements: copies of all parameters would take too much
-memory, and edits through ``.data`` leave no other trace.
+a second edit changes nothing, as ``nn.Embedding(max_norm=...)`` does. The first recomputation
+checks that by sums over the elements: copies would take too much memory, and edits through
+``.data`` leave no other trace.
 """
 
 from __future__ import annotations

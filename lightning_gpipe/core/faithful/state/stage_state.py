@@ -1,8 +1,8 @@
 """The state of modules as one value: captured before a run, compared after it, restored.
 
-Buffers, frozen parameters, attributes, and generators that modules hold: a recomputation must start
-from the state that its first forward started from, and must not change it a second time. It runs
-with the saved state, and the stage's journal puts back what the first forwards left.
+A recomputation must start from the buffers, frozen parameters, attributes and generators that its
+first forward started from, and must not change them a second time. It runs with the saved state,
+and the stage's journal puts back what the first forwards left.
 """
 
 from __future__ import annotations
@@ -76,13 +76,10 @@ class ModuleState(NamedTuple):
 class StageState:
     """Captures the state of one stage's modules, as far as their layers are known to change it.
 
-    The behavior of the layers is known for the call signatures that were used last.
-
-    The generators that modules hold are searched for once, and again when a module has another
-    object in an attribute. Only the worker of the layer's stage draws from them, so it is enough to
-    save their states before the first forward of each micro-batch.
-
-    ``deferred``: batch norms in training do not update their running statistics in forward.
+    The behavior of the layers is known for the call signatures that were used last. Generators that
+    modules hold are searched for once, and again when a module has another object in an attribute.
+    Only the worker of the stage draws from them, so their states are saved before the first forward
+    of each micro-batch. ``deferred``: see :class:`BufferState`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
@@ -95,7 +92,6 @@ class StageState:
         self._latest: tuple[bytes, Hashable, Behavior] | None = None
 
     def behavior(self, flags: bytes, structure: Hashable) -> Behavior:
-        """Return the behavior for these training flags and this structure of inputs."""
         latest = self._latest  # to hash a structure takes longer than to see that it is the same
         if latest is not None and latest[0] == flags and latest[1] == structure:
             return latest[2]
@@ -131,7 +127,6 @@ class StageState:
             self._generators = None
 
     def capture(self, behavior: Behavior) -> ModuleState:
-        """Capture the state before a run of layers with this behavior."""
         changed, edited = behavior.changed_attributes, behavior.edited_parameters
         values = None if changed is None else self._owners.values()
         if values is None or not self._owners.holders:
@@ -168,7 +163,7 @@ def preserved(
     """Restore at the end of a ``with`` block what running modules on ``devices`` has changed.
 
     These are buffers, the generators of PyTorch, NumPy and Python, what modules keep in attributes
-    and generators, and frozen ``parameters`` if asked. Other changes are not undone.
+    and generators, and frozen ``parameters`` if asked.
     """
     random_state = RandomState.capture(devices)
     state = ModuleState.capture(modules, parameters=parameters)

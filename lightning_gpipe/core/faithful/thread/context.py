@@ -1,12 +1,10 @@
 """The caller's thread-local state, captured once and entered in workers.
 
-PyTorch keeps autocast, grad mode, inference mode, hooks on saved tensors and the default device for
-each thread. A new thread has none of them, so a layer that runs there computes something else
-without an error: under ``Trainer(precision="bf16-mixed")`` torchgpipe's stages run in float32.
-
-So the state is captured on the thread that calls the pipeline, and a worker enters it around each
-row of actions. A recomputation enters the state of the forward that it repeats, the process-wide
-default type included. Only what differs from the state of the thread is entered.
+A new thread has neither autocast, grad mode, inference mode, hooks on saved tensors nor the default
+device of its parent: under ``Trainer(precision="bf16-mixed")`` torchgpipe's stages run in float32.
+So the state of the thread that calls the pipeline is captured, and a worker enters what differs
+around each row of actions. A recomputation enters the state of the forward that it repeats, the
+process-wide default type included.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ class Autocast(NamedTuple):
 
     @classmethod
     def of(cls, device_type: str) -> Autocast:
-        """Capture the state of the calling thread."""
         dtype = torch.get_autocast_dtype(device_type)
         enabled, cached = torch.is_autocast_enabled(device_type), torch.is_autocast_cache_enabled()
         return cls(device_type, dtype, enabled, cached)
@@ -79,7 +76,6 @@ class Context(NamedTuple):
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device]) -> Context:
-        """Capture the state of the calling thread, with autocast for ``devices``."""
         device_types = sorted({"cpu", *[device.type for device in devices]})
         return cls(
             torch.is_grad_enabled(),
@@ -275,7 +271,6 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Manager]], ...] = (
 
 
 def _positions() -> list[Any]:
-    """Return the positions of all switches on the calling thread."""
     return [read() for read, _ in _SWITCHES]
 
 

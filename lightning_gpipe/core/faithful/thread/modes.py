@@ -1,9 +1,8 @@
 """PyTorch's function and dispatch modes, which see or change every operation of their thread.
 
-A mode is an object with state, made for one thread, so while one is active the pipeline runs on the
-caller's thread. During backward the modes of forward may no longer be active. A recomputation needs
-those that change results. PyTorch's own dispatch modes are not entered again: they only observe,
-and a counter that was read after forward must not continue.
+A mode is made for one thread, so while one is active the pipeline runs on the caller's thread. A
+recomputation needs those that change results. PyTorch's own dispatch modes are not entered again:
+they only observe, and a counter that was read after forward must not continue.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ _NONE = TorchModes()
 
 
 def _pushed(mode: Any, push: Callable[[Any], object], pop: Callable[[], object]) -> Manager:
-    """Push a mode for the duration of a ``with`` block, without calling its ``__enter__``.
-
-    The user calls that; it may reset the mode's counters.
-    """
+    """Push a mode in a ``with`` block, without its ``__enter__``, which may reset its counters."""
     return Bracket(partial(push, mode), lambda _: pop())
 
 
@@ -84,7 +80,6 @@ class ThreadState(NamedTuple):
 
     @classmethod
     def capture(cls) -> ThreadState:
-        """Capture the state of the calling thread."""
         return cls(
             torch._C._len_torch_function_stack(),
             torch._C._len_torch_dispatch_stack(),
@@ -118,8 +113,8 @@ def intra_op_threads(number: int) -> Manager:
 def refuse_unsupported_modes() -> None:
     """Raise inside of ``torch.func`` transforms, forward-mode differentiation and ``cached()``.
 
-    The state of the first two is thread-local, so workers would compute without it. The weights
-    that ``torch.nn.utils.parametrize.cached()`` keeps belong to the graph of one micro-batch.
+    Workers would compute without the first two, which are thread-local. Weights that
+    ``torch.nn.utils.parametrize.cached()`` keeps belong to the graph of one micro-batch.
     """
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed or forward_ad._current_level >= 0:

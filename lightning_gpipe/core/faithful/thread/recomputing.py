@@ -1,9 +1,8 @@
 """Context variables of a forward that runs again.
 
-A variable may hold a list in which the caller collects results of the pipeline, as models of
-transformers collect router logits. A mini-batch that kept this list would keep its own results, and
-their graph ends in the autograd node that keeps the mini-batch. Python's garbage collector does not
-see that cycle, because a part of it is in C++.
+A variable may hold a list in which the caller collects results, such as router logits. A mini-batch
+that kept this list would keep its own results, and their graph ends in the autograd node that keeps
+the mini-batch: a cycle that Python's garbage collector does not see, as a part of it is in C++.
 """
 
 from __future__ import annotations

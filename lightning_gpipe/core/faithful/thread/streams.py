@@ -1,8 +1,7 @@
 """The caller's CUDA streams, on which its pipeline computes in all threads.
 
-Each thread has a current stream for each device, and a current device, which layers use implicitly.
-On a worker's thread these are the default streams. If the caller had others, the work of both would
-not be ordered. So the caller's streams on all devices are captured at forward, and are current
+On a worker's thread the current streams and device are the default ones, whose work would not be
+ordered with that of the caller's. So those of the caller are captured at forward, and are current
 wherever its layers run, in backward too: autograd runs the backward of an operator on the stream of
 its forward.
 """
@@ -27,7 +26,6 @@ class Streams(NamedTuple):
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device]) -> Streams:
-        """Capture those of the calling thread, which runs a pipeline on ``devices``."""
         # A stage on the CPU may use a GPU too. CUDA is not initialised here if nothing needs it.
         if not (torch.cuda.is_initialized() or "cuda" in [device.type for device in devices]):
             return cls()

@@ -1,12 +1,10 @@
 """Calls that are recorded, by torch.jit.trace, torch.export or torch.fx, or compiled.
 
-A tracer must see the model, as ``Trainer(logger=TensorBoardLogger(log_graph=True))`` draws it and
-``torch.export`` saves it: the layers in order, on any number of rows, without micro-batches and
+A tracer must see the model: the layers in order, on any number of rows, without micro-batches and
 without the autograd functions that connect the stages.
 
 Threads, queues and autograd functions that run autograd cannot be part of a graph of torch.compile,
-so Dynamo breaks its graph at the pipeline and continues behind it. Layers that are compiled
-themselves stay compiled.
+so Dynamo breaks its graph at the pipeline and continues behind it. Compiled layers stay compiled.
 """
 
 from __future__ import annotations
