@@ -1,13 +1,12 @@
 """The time of each action and the bytes that it adds or frees, as arrays for numpy.
 
-They depend on the number of rows of a micro-batch, on whether the stage recomputes it, and on the
-stage. A forward adds the inputs from other stages and, unless its activations are dropped, the
-tensors saved for backward; a recomputation adds these later. A backward frees both. The first part
-of a split one leaves some bytes until the gradients of the weights are computed.
+A forward adds the inputs from other stages and, unless its activations are dropped, the tensors
+saved for backward; a recomputation adds these later. A backward frees both. The first part of a
+split one leaves some bytes until the gradients of the weights are computed.
 
-Activations that wait on the host are on the device only around the actions that need them: those of
-the action at work, and those on their way. The way is beside what is computed, so an action takes
-as long as the longer of both. If those of some micro-batches wait there, each has a share of that.
+Activations that wait on the host are on the device only for the action at work, and on their way,
+beside what is computed: an action takes as long as the longer of both. If those of some
+micro-batches wait there, each has a share of that.
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ class ActionCosts:
         recomputed: The number of micro-batches that each stage recomputes, which are the first.
         places: The device of each stage.
         transfers: The times in which the weights of each stage come from the host, and in which
-            their gradients go there; empty if they are on the devices.
+            their gradients go there, as an array of shape (stages, 2); empty if they are on the
+            devices.
         offloaded: The share of each stage's micro-batches whose activations wait on the host.
         under_way: Of these, how many each stage has on its device at once.
-
-    Attributes:
-        micro_batches, stages: Their numbers.
-        transfers: The times as an array, of shape (stages, 2); None if there are none.
     """
 
     def __init__(
@@ -112,7 +108,6 @@ class ActionCosts:
         return other
 
     def times(self, actions: RowActions) -> Times:
-        """Return the time of each action."""
         return self._times.take(self._places(actions))
 
     def changes(self, actions: RowActions) -> Bytes:

@@ -24,10 +24,9 @@ _NEAR = 0.1  # the relative error that a prediction may have
 
 @dataclass(frozen=True)
 class Change:
-    """Another setting, and its gain.
+    """Another setting, as the user would write it, and its gain.
 
     Attributes:
-        setting: The setting as the user would write it.
         gain: The share by which the time of a mini-batch gets shorter.
         at_most: Whether the gain is an upper bound.
         if_: The condition for it, if there is one.
@@ -49,10 +48,8 @@ def doubts(
 ) -> str:
     """Return why the simulation cannot predict gains; empty if it can.
 
-    Args:
-        length: The measured time of a mini-batch.
-        lag: The time of actions, divided by the CPU time of their threads.
-        schedule, times, inline: As for :func:`changes`.
+    ``length`` is the measured time of a mini-batch, ``lag`` the time of actions divided by the CPU
+    time of their threads. For the others see :func:`changes`.
     """
     if lag > _LAG:
         return (
@@ -76,7 +73,6 @@ def changes(
     """Return the gains of other settings, the largest first.
 
     Args:
-        schedule: The schedule that ran.
         times: The mean time of an action of each kind, on each stage and of the caller.
         busy: The time in which each stage was at work.
         costs: Finds the best balance by these times, if the layers were measured.

@@ -1,14 +1,11 @@
 """Searches the blocks of a placement for a fast one that fits, by changing how long actions wait.
 
 Most changes of a block are no block: two actions of a worker would start in the same cycle, or one
-before another that it needs. For a solver these are constraints. Here any change is a block again.
-
-The actions of a micro-batch are a *chain*: F through the stages, B back through them, and each W,
-which follows its B. They are placed one by one: each waits for so many clock cycles after the one
-before, and starts in the next cycle that its worker has free in all micro-batches. So any waits are
-a block, and any block that starts at 0 has waits. A move changes a wait or two, and is taken if the
-block is no worse. Moves among equally good blocks matter: the time changes in steps, where another
-chain of actions becomes the longest. The search climbs from several blocks, several times.
+before another that it needs. Here any change is a block again. The actions of a micro-batch are a
+*chain*: F through the stages, B back through them, and each W, which follows its B. Each waits for
+so many clock cycles after the one before, and starts in the next cycle that its worker has free in
+all micro-batches. A move changes a wait or two, and is taken if the block is no worse: moves among
+equally good blocks matter, as the time changes in steps. The search climbs from several blocks.
 
 Source: Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible
 Schedule Search" (2024), for the search for what repeats, with a solver.
@@ -38,8 +35,6 @@ class BlockSearch:
     """The blocks of a placement, how good they are, and climbs to better ones.
 
     Attributes:
-        m: The number of micro-batches.
-        placement: The worker of each stage.
         times: The durations of each stage's F, B and W.
         changes: The bytes that they add.
         memory: The bytes that each worker has.
@@ -151,9 +146,7 @@ class BlockSearch:
 def _repeated(turns: Sequence[Turn], m: int) -> Iterator[tuple[int, int]]:
     """Yield the places in the chain and the micro-batches of all actions, in their order.
 
-    Args:
-        turns: The actions of the first micro-batch, in the order of a cycle.
-        m: The number of micro-batches.
+    ``turns`` are the actions of the first micro-batch, in the order of a cycle.
     """
     laps = [lap for lap, _ in turns]
     for now in range(min(laps), max(laps) + m):

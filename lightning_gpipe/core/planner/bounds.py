@@ -15,14 +15,7 @@ from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, si
 
 @dataclass(frozen=True)
 class LowerBounds:
-    """The bounds of the candidates of a search, and what of its devices and profiles they take.
-
-    Attributes:
-        profiles: The costs of the layers, measured with micro-batches of different sizes.
-        places: The devices.
-        rows: The number of rows of a mini-batch.
-        replicas: The number of pipelines.
-    """
+    """The bounds of the candidates of a search, and what of its devices and profiles they take."""
 
     profiles: Sequence[ModelProfile]
     places: Sequence[Place]

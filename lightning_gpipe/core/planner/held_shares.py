@@ -1,8 +1,7 @@
 """The shares of a stage that its device has while other stages run.
 
-All of it, unless the weights are on the host, or replicas have divided something. What they divide
-is whole where it is at work: the weights of the stage at work and of the next one, and gradients
-until those of a stage are complete.
+All of it, unless the weights are on the host, or replicas have divided something. Divided weights
+are whole for the stage at work and the next one, and gradients until those of a stage are complete.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class HeldShares(NamedTuple):
 
     @classmethod
     def of_stages(cls, settings: PlannedSettings, replicas: int) -> HeldShares:
-        """Return the shares of stages."""
         if settings.weights == "host":
             return cls(0.0, 0.0, 0.0)
         divided = SHARDINGS.index(settings.sharding)

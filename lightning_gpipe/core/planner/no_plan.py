@@ -53,10 +53,9 @@ class NoPlan(ValueError):
 def fitting_plans(search: PlanSearch) -> list[Prediction]:
     """Return plans that fit, the cheapest first.
 
-    On the same devices with other numbers, with more of what is divided among replicas, with
-    activations on the host, or with another schedule;
-    if these do not fit, with weights on the host, and on as few more devices as possible, each like
-    the largest.
+    First on the same devices: with other numbers, with more of what is divided among replicas, with
+    activations on the host, or with another schedule. If these do not fit, with weights on the
+    host, and on as few more devices as possible, each like the largest.
     """
     free = replace(search, stages=None, balance=None, chunks=None, activation_checkpointing=None)
     measured = tuple(filter(search.is_measured, KINDS))

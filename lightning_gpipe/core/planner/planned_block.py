@@ -16,8 +16,8 @@ _GAIN = 0.005  # the share of the time that a block must save, which is harder t
 def with_block(plan: Prediction, splits: Collection[bool]) -> Prediction:
     """Return a plan with a block in the place of its schedule, or the plan if that is as fast.
 
-    The block recomputes nothing. Plans with more stages than devices, or with something on the
-    host, stay as they are, and so do large ones.
+    The block recomputes nothing. Large plans, and plans with more stages than devices, or with
+    something on the host, stay as they are.
     """
     settings, rows = plan.settings, max(plan.rows)
     n, m = settings.stages, settings.chunks

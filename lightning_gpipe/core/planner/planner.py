@@ -1,9 +1,8 @@
 """Chooses stages, balance, schedule, micro-batches and recomputation of a pipeline.
 
 What is fastest depends on all of them at once: more micro-batches make the bubble smaller and each
-of them less efficient, recomputation makes room and takes time, more stages make the bubble larger.
-So all combinations are candidates, and of those that fit the memory the one with the least
-predicted time wins.
+of them less efficient, recomputation makes room and takes time. So all combinations are candidates,
+and of those that fit the memory the one with the least predicted time wins.
 """
 
 from __future__ import annotations
@@ -39,12 +38,7 @@ _SAME = 1e-6  # the relative difference up to which times are the same
 
 @dataclass(frozen=True)
 class Alternative:
-    """Settings that were not chosen.
-
-    Attributes:
-        prediction: Their time and memory.
-        reason: Why they were not chosen.
-    """
+    """Settings that were not chosen, with their time and memory, and why."""
 
     prediction: Prediction
     reason: str
@@ -110,8 +104,7 @@ def plan_for(
             each stage.
         schedule: The schedule; ``"auto"`` chooses also among those in which each micro-batch has a
             loss of its own. Others are among the alternatives.
-        split_backward: Whether backwards are split; None chooses. They are not split if they were
-            not measured in two parts.
+        split_backward: Whether backwards are split, if measured in two parts; None chooses.
         around: The stage whose device has the modules around the layers.
         weights: Where the weights may be between their uses: ``"device"``, ``"host"`` or both, of
             which the host is taken only if nothing else fits.
@@ -185,7 +178,7 @@ def _simplest_first(candidates: Sequence[PlannedSettings]) -> Iterator[Sequence[
     """Yield the candidates that divide nothing among replicas, then those that divide more.
 
     Last are those with weights on the host. The step of the optimizer is in no prediction, and
-    takes longer where the weights or its states are elsewhere. The candidates are in this order.
+    takes longer where the weights or its states are elsewhere.
     """
     for _, alike in groupby(candidates, lambda candidate: (candidate.weights, candidate.sharding)):
         yield list(alike)

@@ -17,7 +17,6 @@ class Memory(NamedTuple):
     Attributes:
         parameters, gradients, optimizer, buffers: The static bytes, whatever runs.
         activations: The tensors saved for backward, without the boundaries.
-        boundaries: The inputs from other stages, kept until their backward.
         outputs: The outputs of the pipeline, on the device with the modules around it: of all
             micro-batches or, where each has a loss of its own, of one.
     """
@@ -32,7 +31,6 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> Memory:
-        """Return the static bytes of layers."""
         kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes")
         return cls(*(sum(getattr(layer, kind) for layer in layers) for kind in kinds))
 

@@ -33,14 +33,12 @@ _FREES = frozenset({Kind.BACKWARD, Kind.WEIGHTS})  # at their ends; others add a
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted time and memory of a mini-batch with some settings.
+    """The predicted time and memory of a mini-batch with some settings, which have a balance.
 
     The time is that of forward and backward in the pipeline, without the loss, the modules around
     the layers and the step of the optimizer.
 
     Attributes:
-        settings: The settings, with a balance.
-        profile: The costs of the layers.
         places: The speed and the memory of each stage's device.
         rows: The number of rows of each micro-batch.
         around: The stage whose device has the modules around the layers.
@@ -217,7 +215,6 @@ class Prediction:
 
     @property
     def _schedule(self) -> tuple[ScheduleKind, int, tuple[int, ...], tuple[int, ...]]:
-        """The arguments for the actions of the schedule."""
         return self.settings.order, len(self.rows), self.placement, self.settings.recomputed
 
     @property
@@ -245,7 +242,7 @@ class Prediction:
     def least_offloaded(self) -> Literal[True] | tuple[int, ...]:
         """Return the least number of micro-batches of each stage that must wait on the host.
 
-        That is True if all must, or not even that fits.
+        True means all, also if not even that fits.
         """
         n = len(self.devices)
         alive = most_alive(self.settings.order, len(self.rows), self.placement)
@@ -294,7 +291,6 @@ class Prediction:
 
     @cached_property
     def _layers(self) -> list[range]:
-        """The indices of the layers of each stage."""
         return layer_ranges(self.settings.balance)
 
     @cached_property
@@ -322,8 +318,8 @@ class Prediction:
     def _resident(self) -> frozenset[int]:
         """The stages whose weights are on a device at once, if they come and go.
 
-        Of each device two, at work and next: here those with the most weights. With one loss the
-        gradients of two stages are there at once, and else those of all.
+        Of each device two, at work and next: those with the most weights. Gradients of two stages
+        are there with one loss, and else those of all.
         """
         of_device: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for j, own in enumerate(self._layers):

@@ -1,6 +1,5 @@
 """The actions of a mini-batch as arrays: those of each worker in its order, worker after worker.
 
-What a worker holds follows from the order of its actions, and the times of all from those of each.
 A thousand micro-batches on a thousand stages have millions of actions, so no action is an object.
 """
 
@@ -27,7 +26,7 @@ class RowActions(NamedTuple):
     """The actions of some workers, in order.
 
     Each backward is preceded by a recomputation, which costs nothing if its stage has no need of
-    one. So the actions are the same however many micro-batches are recomputed.
+    one: so the actions do not depend on the number of micro-batches that are recomputed.
 
     Attributes:
         kinds: The kind of each action, as its index in ``ROW_KINDS``.
@@ -46,11 +45,9 @@ class RowActions(NamedTuple):
 
     @property
     def worker_of_each(self) -> Indices:
-        """The worker of each action."""
         return np.repeat(np.arange(self.workers), np.diff(self.begins))
 
     def rows(self) -> Iterator[RowActions]:
-        """Yield the actions of each worker."""
         for first, last in pairwise(self.begins.tolist()):
             row, begins = slice(first, last), np.array([0, last - first])
             yield RowActions(self.kinds[row], self.i[row], self.j[row], begins)
@@ -61,12 +58,8 @@ def row_actions(
 ) -> RowActions:
     """Return the actions of all workers.
 
-    Args:
-        order: The schedule.
-        m: The number of micro-batches.
-        placement: The worker of each stage.
-        recomputed: The number of micro-batches that each stage recomputes. If the order of actions
-            depends on it, only these recomputations are among the actions.
+    ``recomputed`` has the number of micro-batches that each stage recomputes. If the order of
+    actions depends on it, only these recomputations are among the actions.
     """
     return _row_actions(order, m, placement, order_needs(order, recomputed))
 

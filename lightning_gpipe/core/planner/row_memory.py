@@ -1,7 +1,6 @@
 """The memory of workers at the peaks of their rows.
 
-A worker runs its row in order, however long it waits between two actions. So what it holds follows
-from the row alone, without the times of the schedule.
+A worker runs its row in order, however long it waits, so what it holds follows from the row alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Finds the fastest schedule for the costs of actions within the memory of the devices.
 
-The schedules with names suit actions that take equally long, and hold as much as they hold. A block
-may be any order that repeats, so there is one for the costs at hand, and a local search finds a
-good one. Both compete, by the prediction of the whole schedule: the fastest that fits is chosen, or
-the simplest of those that are as fast.
+Schedules with names suit actions that take equally long, and hold as much as they hold. A block may
+be any order that repeats, and a local search finds a good one for the costs at hand. Both compete,
+by the prediction of the whole schedule: the simplest of the fastest that fit is chosen.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ from lightning_gpipe.core.schedules import SCHEDULES, ByMicroBatch, ScheduleKind
 class FittingSchedule(NamedTuple):
     """A schedule that fits the memory of the devices.
 
-    Attributes:
-        kind: The schedule, by its name or as a block, with whole or with split backwards.
-        time: The time of a mini-batch, in the unit of the costs.
-        peaks: The bytes that each worker holds for backwards at its peak.
+    ``time`` is that of a mini-batch, in the unit of the costs; ``peaks`` are the bytes that each
+    worker holds for backwards at its peak.
     """
 
     kind: ScheduleKind
@@ -51,7 +48,7 @@ def fastest_schedule(
     *,
     tries: int = 20_000,
 ) -> FittingSchedule | None:
-    """Return the fastest schedule that fits, of those with a loss for each micro-batch.
+    """Return the fastest schedule that fits, with a loss for each micro-batch; None if none fits.
 
     It is never slower than one with a name that fits, and the same for the same arguments.
 
@@ -62,9 +59,6 @@ def fastest_schedule(
             at the key False, and with split ones at True. Either may be left out.
         memory: The bytes that each worker has for what it holds for backwards.
         tries: The number of blocks to try with whole backwards, and as many with split ones.
-
-    Returns:
-        The schedule; None if none fits.
     """
     actions = {split: _action_costs(m, stages) for split, stages in costs.items()}
     kinds = [kind for kind in _named(sorted(costs)) if kind.possible(m, placement)]

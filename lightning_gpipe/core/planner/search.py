@@ -2,10 +2,8 @@
 
 Only few are balanced. Each candidate first has a lower bound of its time; when no other one has a
 lower bound, it is balanced and predicted. The first whose predicted time comes up is the fastest,
-as in A* search.
-
-How many micro-batches each stage recomputes is part of its balance: a stage recomputes as few as
-fit, and the solver knows that more layers leave room for fewer activations.
+as in A* search. How many micro-batches each stage recomputes is part of its balance: the solver
+knows that more layers leave room for fewer activations.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ class PlanSearch:
     """Balances, bounds and predicts candidates, each of them once.
 
     What is None is left to choose; of ``orders``, the kinds of schedules, ``weights``, ``offload``
-    and ``sharding`` all are given from which to choose. ``every_device`` must have a stage. The
-    ``predictions`` are shared with the searches among other settings that are made from this one.
+    and ``sharding`` all choices are listed. ``every_device`` must have a stage. The ``predictions``
+    are shared with the searches among other settings that are made from this one.
     """
 
     profiles: tuple[ModelProfile, ...]

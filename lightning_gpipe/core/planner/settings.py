@@ -15,8 +15,7 @@ class PlannedSettings(NamedTuple):
     """The settings of a pipeline that a plan chooses; a candidate while it has no balance.
 
     Attributes:
-        stages: The number of stages.
-        chunks: The number of micro-batches.
+        stages, chunks: The numbers of stages and of micro-batches.
         recomputed: For each stage an integer k: it recomputes the first k micro-batches. Empty
             while they are not known.
         order: The schedule, with whole or with split backwards.
@@ -133,7 +132,6 @@ def near(best: PlannedSettings, candidates: Sequence[PlannedSettings]) -> Iterat
 
 
 def _beside(values: Sequence[int], value: int) -> list[int]:
-    """The neighbours of a value."""
     k = values.index(value)
     return [*values[max(0, k - 1) : k], *values[k + 1 : k + 2]]
 

@@ -34,7 +34,6 @@ class MicroBatchCost(NamedTuple):
     left: float = 0.0
 
     def on(self, speed: float) -> MicroBatchCost:
-        """Return the cost on a device of another speed."""
         return self._replace(
             forward=self.forward / speed,
             dropping=self.dropping / speed,

@@ -1,17 +1,15 @@
 """Simulates a mini-batch in numpy: the start and end of each action.
 
-In a round, every worker whose next forward or backward is ready runs it, all of them at once: they
-are a *wave*. So a thousand micro-batches on a thousand stages take some thousand rounds instead of
-a million actions. A recomputation and the gradients of the weights wait for no other worker: they
-follow the forward or backward before them. Which actions are a wave depends on the schedule alone,
-so waves are found once for all costs. The tests compare the times with the simulation of the
-schedule.
+In a round, every worker whose next forward or backward is ready runs it: these are a *wave*. So a
+thousand micro-batches on a thousand stages take some thousand rounds instead of a million actions.
+A recomputation and the gradients of the weights follow the forward or backward before them. Waves
+depend on the schedule alone, so they are found once for all costs. The tests compare the times with
+the simulation of the schedule.
 
-Workers wait for something else, too, in actions that take no time. If the mini-batch has one loss,
-they meet after the last forward. If the weights are on the host, a worker waits for those of a
-stage at the beginning of a *turn*, when it goes on to another stage. The weights of the next turn
-come meanwhile, one stage after another; a stage to which a worker comes back from one other is
-still there.
+Workers wait in further actions that take no time: if the mini-batch has one loss, they meet after
+the last forward. If the weights are on the host, a worker waits for those of a stage at the
+beginning of a *turn*, when it goes on to another stage. Those of the next turn come meanwhile, one
+stage after another; a stage to which a worker comes back from one other is still there.
 """
 
 from __future__ import annotations
@@ -47,12 +45,7 @@ class Waves:
 
     A *node* is a forward, a backward, a wait or a load of weights. It starts when the node before
     it in its row has ended, with the actions that follow that, and the node that it waits for.
-
-    Args:
-        actions: The actions of all workers.
-        one_loss: Whether the mini-batch has one loss, so that no backward starts before the last
-            forward has ended.
-        from_host: Whether the weights come from the host.
+    ``one_loss``: no backward starts before the last forward has ended.
     """
 
     def __init__(self, actions: RowActions, *, one_loss: bool, from_host: bool) -> None:
@@ -96,10 +89,7 @@ class Waves:
         return begins[self._is_action], ends[self._is_action]
 
     def makespan(self, costs: ActionCosts) -> float:
-        """Return the time of the mini-batch.
-
-        With weights on the host it ends when the gradients are there.
-        """
+        """Return the time of the mini-batch, until gradients for the host have arrived there."""
         if costs.transfers is None:
             durations, behind = self._durations(costs)
             end, _ = self._ends(durations, behind)
@@ -258,6 +248,5 @@ def _shifted(numbers: NDArray[np.integer], by: int) -> NDArray[np.integer]:
 
 
 def _by_number(numbers: Indices) -> list[Indices]:
-    """Return the places of 0, those of 1, and so on."""
     counts = np.bincount(numbers)
     return np.split(np.argsort(numbers, kind="stable"), np.cumsum(counts)[:-1])
