@@ -1,8 +1,8 @@
 """Finds layers that are alike, since they cost the same.
 
-A large transformer has a thousand blocks of one kind. Their operations follow from the kinds of
-their modules, their attributes, the shapes of their tensors and their inputs, so only the first of
-them is counted, and its outputs stand for those of the others.
+The operations of a transformer's blocks follow from the kinds of their modules, their attributes,
+the shapes of their tensors and their inputs, so only the first one is counted, and its outputs
+stand for those of the others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Counts the bytes that layers save and hand on, in a first run of each.
 
-Of layers that are alike only the first runs. Those that are alike but for their own numbers might
-do something else for these, so all of them run. Where they save as much, they take as long.
-
-A tensor that two layers save, as the output of one and the input of the next, is in memory once. So
-the tensors on their way between layers are remembered with whether they were counted.
+Of layers that are alike only the first runs; those that are alike but for their own numbers all
+run, and take as long if they save as much. A tensor that two layers save, as the output of one and
+the input of the next, counts once: so tensors on their way are remembered.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ class SavedBytes:
         self._ignored.update(map(_key, tensors))
 
     def are_counted(self, leaves: Iterable[Any]) -> list[bool]:
-        """Return for each leaf whether it was counted."""
         return [isinstance(leaf, Tensor) and _key(leaf) in self._counted for leaf in leaves]
 
     def since(self, before: Iterable[bool], leaves: Iterable[Any]) -> list[int]:

@@ -22,14 +22,10 @@ from lightning_gpipe.core.skip import routes_of, skips_of
 
 @dataclass(frozen=True)
 class Subject:
-    """The layers to profile, and their inputs.
+    """The layers to profile, each a partition, and their inputs.
 
     Attributes:
-        root: The user's model.
-        layers: A partition for each layer.
-        names: The name of each layer.
         beside: Other piped modules of the model, which are not around these layers.
-        program: The program of the layers.
         microbatches: Micro-batches by their number of rows: the largest of the mini-batch and, to
             tell the costs per row from fixed ones, a smaller one.
         chunks: The number of micro-batches of the mini-batch.
@@ -47,14 +43,11 @@ class Subject:
 def profile_layers(
     subject: Subject, device: torch.device, optimizer: Optimizers = None, *, split: bool = False
 ) -> ModelProfile:
-    """Measure what each layer costs.
+    """Measure what each layer costs, in training mode and the caller's autocast.
 
-    The layers run in their training mode, in the caller's autocast. Parameters, gradients, buffers,
-    attributes of layers and random generators are the same afterwards.
-
-    Raises:
-        TypeError, ValueError: If the optimizer is not one.
-        BaseException: The error of a layer, with a note that names it.
+    Parameters, gradients, buffers, attributes of layers and random generators are the same
+    afterwards. Raises a TypeError or a ValueError if the optimizer is not one, and the error of a
+    layer with a note that names it.
     """
     stages = _stages(subject.layers, device)
     modules = [module for stage in stages for module in stage.modules]

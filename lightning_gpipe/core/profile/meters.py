@@ -18,11 +18,8 @@ _COPIES = 4  # to measure a bus, of which the fastest counts
 class Meter:
     """Measures calls: their seconds on a device or, on the meta device, their operations.
 
-    Operations are floating-point ones of matrix products, convolutions and attention.
-
-    Attributes:
-        unit: The unit of the costs.
-        exact: True if a call costs the same every time, also if its activations are dropped.
+    Operations are floating-point ones of matrix products, convolutions and attention. ``exact``: a
+    call costs the same every time, also if its activations are dropped.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +28,6 @@ class Meter:
         self._device = device
 
     def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
-        """Make a call, and return its result and its cost."""
         if self.exact:
             with FlopCounterMode(display=False) as counter:
                 result = call()

@@ -1,8 +1,7 @@
 """The bytes that an optimizer keeps for each parameter.
 
-Adam keeps two tensors, SGD one or none, Adafactor a row and a column. So a step is made for each
-parameter on the meta device, where nothing is computed, and the optimizer's state is counted. An
-optimizer that reads values makes its step on zeros.
+Adam keeps two tensors, Adafactor a row and a column. So a step is made for each parameter on the
+meta device, or on zeros if the optimizer reads values, and the optimizer's state is counted.
 """
 
 from __future__ import annotations
@@ -25,15 +24,9 @@ Optimizers = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Op
 def optimizer_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizers) -> dict[int, int]:
     """Return the bytes of the state for each parameter that requires a gradient, by its id.
 
-    Args:
-        parameters: The parameters.
-        optimizer: The optimizer, or several; or its class, or a function of a list of parameters
-            that returns one, such as ``partial(torch.optim.SGD, lr=0.1, momentum=0.9)``. None keeps
-            nothing.
-
-    Raises:
-        TypeError: If it is none of these.
-        ValueError: If it cannot make a step, so that its state is not known.
+    The optimizer may be several; or its class, or a function of a list of parameters that returns
+    one, such as ``partial(torch.optim.SGD, lr=0.1)``. None keeps nothing. Raises a TypeError for
+    anything else, and a ValueError if it cannot make a step, so that its state is not known.
     """
     if optimizer is None:
         return {}

@@ -1,14 +1,11 @@
 """Runs the layers of a model one by one, round after round, and measures each of them.
 
-The first round counts the bytes that layers save and hand on, and on the meta device the
-operations. The others measure times as a mini-batch has them. A layer that runs repeatedly finds
-its parameters in the cache, and its gradients in memory that is in use. In a mini-batch other
-layers run in between; the first backward makes a gradient, in fresh memory, and later ones add to
-it. So each layer is measured once in a round, and the gradients of several layers are alive at
-once. If the machine is slow for a moment, that is one measurement of many layers, not all
-measurements of one; medians leave it out. Of layers that are alike a round measures one, and the
-next round another. There are as many rounds as it takes until their sum is known: what a layer
-alone takes need not be known as well as what a stage of many takes.
+The first round counts bytes, and on the meta device operations; the others measure times as a
+mini-batch has them. A layer that runs repeatedly finds its parameters in the cache, and its
+gradients in memory that is in use, so each layer is measured once in a round, and the gradients of
+several layers are alive at once. If the machine is slow for a moment, that is one measurement of
+many layers, which medians leave out. Of layers that are alike a round measures one. There are as
+many rounds as it takes until their sum is known: a stage of many layers is what counts.
 """
 
 from __future__ import annotations
@@ -70,7 +67,6 @@ class Rounds:
         self._nothing = chain([[(nn.Identity(), "nothing")]])
 
     def run(self) -> None:
-        """Measure all layers."""
         self._round(self._count)
         if self.meter.exact:
             return
@@ -170,7 +166,6 @@ class Times:
     """The times of a stage for micro-batches of one size, in several rounds.
 
     Args:
-        meter: Measures calls.
         gradients: The gradients that are alive; they get those of the stage.
         split: Whether to measure backwards in two parts, too.
 
@@ -236,9 +231,9 @@ class Times:
 
 
 def _keep_alive(gradients: list[Tensor], new: list[tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients of one more layer; drop all if they are too large.
+    """Add the gradients of one more layer, on a CPU only; drop all if they are too large.
 
-    Only those on a CPU: a GPU's allocator keeps its memory in use.
+    A GPU's allocator keeps their memory in use.
     """
     gradients += [gradient for _, gradient in new if gradient.device.type == "cpu"]
     if sum(map(bytes_of, gradients)) > _ALIVE:

@@ -1,8 +1,8 @@
 """Runs layers one by one, as the engine runs stages, and passes values between them.
 
-A layer runs on shadows of its parameters, so that no gradient and no hook on a parameter is
-touched, and on copies of its buffers. The copies are on the device that is to be measured, those of
-one layer at a time, so that the model may be larger than the device, and need not be there.
+A layer runs on shadows of its parameters, so that no gradient and no hook is touched, and on copies
+of its buffers. These are on the device that is to be measured, those of one layer at a time, so
+that the model may be larger than the device.
 """
 
 from __future__ import annotations
@@ -110,12 +110,10 @@ class Flow:
 
     @property
     def leaves(self) -> Iterator[Any]:
-        """The leaves of all values."""
         for tree in (self._main, *self._by_route.values()):
             yield from tree.leaves
 
     def _copied(self, x: Tensor) -> Tensor:
-        """Return a copy on the device, in no graph."""
         return x.detach().to(self._device, copy=True).requires_grad_(x.requires_grad)
 
 

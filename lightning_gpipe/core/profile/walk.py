@@ -1,7 +1,7 @@
 """Runs a program on a whole batch, part by part, each on its stage's device.
 
-There are no micro-batches, no workers and no recomputation: each part takes what the previous ones
-made. The caller may give a function that runs each part, and can observe it or change its values.
+There are no micro-batches, no workers and no recomputation. The caller may give a function that
+runs each part, and can observe it or change its values.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def walk_program(
 
     Args:
         stages: The stage of each part; one stage may have several parts in a row.
-        program: The program.
-        values: The values of its inputs, on any device.
+        values: The values of the program's inputs, on any device.
         visit: Runs one part: called with its index, the function that runs it, and the values that
             it needs by number, on the device of its stage; returns the values that it makes.
     """
