@@ -1,15 +1,14 @@
 """Deviations between the values of two runs, and how large rounding alone may make them.
 
-A pipeline adds up the same numbers in another order, so equal means equal up to rounding. Rounding
-is relative to the size of the summands, which is not always that of the sum: the gradient of a bias
-before a normalisation is zero except for rounding. So a deviation is taken relative to the largest
-value of the tensor, or to a tenth of the largest value of its kind if that is larger.
+A pipeline adds up the same numbers in another order, so equal means equal up to rounding, which is
+relative to the summands: the gradient of a bias before a normalisation is zero except for rounding.
+So a deviation is taken relative to the largest value of the tensor, or to a tenth of the largest
+value of its kind if that is larger.
 
-Layers may amplify rounding. If the input of a ReLU is almost zero, its last bit decides whether a
-gradient passes, and in a deep model the difference reaches the first digit by the end of backward.
-No tolerance separates that from a fault. So before a difference counts as a fault, the plain layers
-run again with the last bits of their outputs changed at random: a value that changes as much then
-is not a fault of the pipeline.
+Layers may amplify rounding: if the input of a ReLU is almost zero, its last bit decides whether a
+gradient passes. No tolerance separates that from a fault. So before a difference counts as a fault,
+the plain layers run again with the last bits of their outputs changed at random: a value that
+changes as much then is not a fault of the pipeline.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Deviation(NamedTuple):
     """The distance of one value of the pipelined run from that of the plain one.
 
     Attributes:
-        name: The name of the value among its kind.
         absolute: The largest difference of an element.
         relative: The same as a share of the largest value; infinite if the two must be equal.
         mismatch: Why the two cannot be subtracted; empty if they can.
@@ -64,10 +62,7 @@ class Deviation(NamedTuple):
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype], *, on_cuda: bool) -> float:
-    """Return the largest relative deviation that rounding may cause, if these types are in use.
-
-    The lowest precision sets it, which limits all that is computed from it.
-    """
+    """Return the largest relative deviation by rounding: that of the lowest precision in use."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     lowest = max((_TOLERANCES.get(dtype, _LOW_PRECISION) for dtype in floating), default=0.0)
     return max(lowest, _ON_CUDA) if on_cuda and lowest >= _TOLERANCES[torch.float32] else lowest
@@ -91,8 +86,8 @@ def beyond(
 ) -> list[Deviation]:
     """Return the deviations that are more than rounding, in order.
 
-    With the values of a ``perturbed`` plain run, to which rounding errors were added, a deviation
-    that is not much larger than their effect counts as rounding too.
+    A deviation that is not much larger than that of a ``perturbed`` plain run, to which rounding
+    errors were added, counts as rounding too.
     """
     effects = [] if perturbed is None else deviations(plain, perturbed)
     finite = [effect.relative for effect in effects if math.isfinite(effect.relative)]
@@ -150,7 +145,6 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in the highest precision."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return dense.to(torch.complex128 if tensor.is_complex() else torch.float64)
 

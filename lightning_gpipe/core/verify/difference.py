@@ -1,10 +1,9 @@
 """The search for the first value in which two runs differ, and the layers that can be its cause.
 
-Only the values that a pipeline must compute decide whether there is a difference: its output, its
-gradients, its buffers and its loss terms. Values between layers may differ, as numbers of rows do;
-their floating-point tensors locate a difference. Layers compute in order, so the first whose output
-differs is the cause, or one right before it whose output could not be compared. Backward runs in
-reverse order, and only its gradients of parameters can be compared::
+Only what a pipeline must compute decides whether there is a difference: output, gradients, buffers
+and loss terms. Floating-point tensors between layers locate it. Layers compute in order, so the
+first whose output differs is the cause, or one right before it whose output could not be compared.
+Backward runs in reverse order, and only its gradients of parameters can be compared::
 
     layer        0        1     2        3     4
     gradient     differs  none  differs  none  agrees
@@ -98,13 +97,9 @@ class Comparison(NamedTuple):
 class DifferenceSearch:
     """Searches for the first difference between two runs, with the unit of an output.
 
-    With a ``perturbed`` plain run, to which rounding errors were added, a deviation that is not
-    much larger than their effect counts as rounding.
-
-    Args:
-        tolerance: The largest relative deviation that counts as rounding.
-        titles: The names of the units.
-        reason: The known reason for a difference.
+    With a ``perturbed`` run, see :func:`~lightning_gpipe.core.verify.compare.beyond`. ``tolerance``
+    is the largest relative deviation that counts as rounding, ``titles`` are the names of the
+    units, ``reason`` is the known reason for a difference.
     """
 
     tolerance: float
@@ -114,8 +109,8 @@ class DifferenceSearch:
     def compare(self, plain: Run, other: Run, rerun: Rerun) -> Comparison:
         """Compare a run with a plain one.
 
-        If they differ, ``rerun`` makes more plain runs, with rounding errors added if it is called
-        with True.
+        If they differ, ``rerun`` makes more plain runs, with rounding errors added if called with
+        True.
         """
         difference, unrepeatable = self.first(plain, other), None
         if difference is not None:
@@ -174,12 +169,7 @@ class DifferenceSearch:
 
 
 class UnitSearch(DifferenceSearch):
-    """Searches for the first difference, and for the units that can be its cause.
-
-    Args:
-        subject: The pipeline and the program that have run.
-        tolerance: The largest relative deviation that counts as rounding.
-    """
+    """Searches for the first difference, and for the units that can be its cause."""
 
     def __init__(self, subject: VerifiedProgram, tolerance: float) -> None:
         super().__init__(tolerance, [unit.title for unit in subject.units])

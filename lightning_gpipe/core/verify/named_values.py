@@ -1,7 +1,6 @@
 """The values by which runs are compared: named tensors on the CPU.
 
-On the CPU they use no memory of the devices, layers cannot edit them in place, and reading them
-waits for no stream.
+There layers cannot edit them in place, and reading them waits for no stream.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ def inexact(tree: Any) -> dict[str, Tensor]:
 
 
 def merged(outputs: Sequence[Any]) -> Values | None:
-    """Merge the inexact tensors of a layer's outputs for all micro-batches; None if impossible.
-
-    Layers may pass anything to one another, so their outputs need not have rows to concatenate.
-    """
+    """Merge the inexact tensors of a layer's outputs; None if they have no rows to concatenate."""
     groups = list(map(inexact, outputs))
     if any(group.keys() != groups[0].keys() for group in groups):
         return None
@@ -60,7 +56,7 @@ def merged(outputs: Sequence[Any]) -> Values | None:
 def computed(microbatching: MicroBatching, outputs: Sequence[Any], batch: Any) -> Mask:
     """Return which elements of a merged output come from a layer, and not from padding.
 
-    Elements of a layer are one when ones are merged, and zero when zeros are merged.
+    They are one when ones are merged, and zero when zeros are merged.
     """
 
     def filled(value: int) -> dict[str, Tensor]:

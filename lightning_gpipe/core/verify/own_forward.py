@@ -1,10 +1,9 @@
 """Compares a call of the model that runs pipelines with the model's own forward.
 
 A value that a front-end cannot see, such as a global variable that a traced forward reads, is
-frozen in the program. So the model's own forward runs too, without front-ends, and is compared with
-the pipeline on the mini-batch in one piece: then even batch norms compute the same, and any
-difference is one of the programs. The layers stay on the devices of their stages; their arguments
-are moved there, and their outputs back.
+frozen in the program. So the own forward is compared with the pipeline on the mini-batch in one
+piece: even batch norms compute the same, and any difference is one of the programs. The layers stay
+on the devices of their stages; their arguments are moved there, and their outputs back.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class WholeCall:
         self._drew = False
 
     def __call__(self) -> Any:
-        """Make the call."""
         return self.call(*self.args, **self.kwargs)
 
     def sample(self, rows: int) -> WholeCall:
@@ -97,10 +95,7 @@ class WholeCall:
 
     @property
     def _journal(self) -> Journal:
-        """The journal of a pipeline that runs the forward.
-
-        The run of an nn.Sequential undoes the changes in the journal of its own pipeline.
-        """
+        """The journal of a pipeline whose program is not an nn.Sequential: that undoes its own."""
         return next(
             piped.pipeline.patches for piped in self.piped_modules if not piped.frontend.takes_batch
         )
@@ -142,7 +137,6 @@ class WholeCall:
             return self._run(pipelined)
 
     def _move_between_devices(self, stack: ExitStack) -> None:
-        """Move the arguments of layers to their devices, and their outputs back."""
         outside = self._layout.outside
         depth = 0  # of calls of layers within one another; the outermost moves values
 

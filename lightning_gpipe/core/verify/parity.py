@@ -74,11 +74,7 @@ class Verdict(ABC):
         return self.faulty and self.unrepeatable is None
 
     def check(self) -> None:
-        """Raise if there is a difference that is not explained.
-
-        Raises:
-            RuntimeError: If so; with the value that differs, the cause, and the cure.
-        """
+        """Raise a RuntimeError, with cause and cure, for a difference that is not explained."""
         if self.faulty:
             raise RuntimeError(str(self))
 

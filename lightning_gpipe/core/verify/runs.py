@@ -1,8 +1,7 @@
 """Runs a program plain and pipelined, and records the results.
 
-Gradients are computed from a random *cotangent* of the output, the same for both runs, instead of
-the gradient of a loss. They are computed by ``torch.autograd.grad``, for copies of the input, so
-nothing is accumulated, and nothing flows into the caller's graph.
+Gradients are computed by ``torch.autograd.grad`` from a random *cotangent* of the output, the same
+for both runs, for copies of the input: nothing is accumulated, or flows into the caller's graph.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class Run:
             micro-batches cannot be merged.
         drew: In a plain run, the units that drew random numbers, or ``SOME``.
         term_units: In a plain run, the units that handed out each loss term.
-        microbatches: The number of micro-batches.
         mask: In a pipelined run, the elements of the output that are compared.
     """
 
@@ -214,7 +212,7 @@ def gradients_of(
 ) -> list[Tensor | None]:
     """Return the gradients, on the CPU, by a backward after the autocast of forward.
 
-    Those of a large model fill the host: if ``thin``, only some elements of each are kept.
+    If ``thin``, only some elements of each are kept: those of a large model fill the host.
     """
     if not roots:
         return [None] * len(sources)

@@ -1,12 +1,10 @@
 """Verifies that a loss for each micro-batch makes the loss of the batch.
 
-The mean of the losses of micro-batches, weighted by rows, is the loss of the batch where that is a
-mean over rows. A sum over rows, a mean over tokens of which some are padding, or a loss that
-compares rows with one another raise no error: they train something else.
-
-So a step runs on one batch both ways: on all of it, where the layers run as by fill-drain, and for
-each micro-batch. Its loss and the gradients of all parameters are compared. The layers are verified
-in the first of these runs, and reported apart: any other difference is due to the loss.
+A sum over rows, a mean over tokens of which some are padding, or a loss that compares rows with one
+another raise no error: they train something else than the mean weighted by rows. So a step runs on
+one batch both ways, with the layers as by fill-drain, and for each micro-batch, and its loss and
+the gradients of all parameters are compared. The layers are verified in the first of these runs,
+and reported apart: any other difference is due to the loss.
 """
 
 from __future__ import annotations
@@ -106,11 +104,7 @@ def verify_step_sample(
 ) -> StepParity | None:
     """Verify a step on the first rows of a batch, two for each of two micro-batches.
 
-    Args:
-        pipeline, step, batch, arguments: As for :func:`verify_step`.
-
-    Returns:
-        The results if there surely is a fault. None also if the step cannot run on few rows.
+    Returns None unless there surely is a fault, and if the step cannot run on few rows.
     """
     few = few_rows(batch, 2 * SAMPLED)
     with in_chunks([pipeline.only], 2), suppress(Exception):
@@ -123,9 +117,6 @@ def verify_step_sample(
 @dataclass(eq=False)
 class StepRuns:
     """Runs of one step on one batch, each from the same state.
-
-    Args:
-        pipeline, step, batch, around, scale: As of :func:`verify_step`.
 
     Attributes:
         modules, parameters: The modules that the step uses, and their trained parameters by name.
@@ -172,8 +163,8 @@ class StepRuns:
     def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
         """Run the step on the whole batch, with rounding errors added to outputs of layers or not.
 
-        The layers are verified if there is a list for the results, ``parities``. If only the step
-        is, they run on the whole batch, too.
+        The layers are verified if there is a list for the results, ``parities``; or else they run
+        on the whole batch, too.
         """
         with isolated(self.modules, [self.pipeline.only]), ExitStack() as stack:
             if self.thin:
@@ -192,8 +183,8 @@ class StepRuns:
     def reason(self) -> str | None:
         """Return why a step for each micro-batch may differ, if that is known.
 
-        Layers that are verified run in micro-batches in both, of the same rows if these are
-        equally many.
+        Layers that are verified run in micro-batches in both, of the same rows if these are equally
+        many.
         """
         stages = self.pipeline.stages if self._even and not self.thin else ()
         same = {module for stage in stages for module in stage.modules}
@@ -205,7 +196,6 @@ class StepRuns:
         return "; ".join([*reasons[:1], *[_DRAWS] * self._drew]) or None
 
     def _copy(self) -> Any:
-        """Return a copy of the batch, which the step may edit."""
         return change_tensors(self.batch, torch.clone)
 
     def _run(self, loss: Tensor | None) -> Run:

@@ -1,7 +1,7 @@
 """The subject of a verification: a pipeline, a program, and the units in which runs are compared.
 
-The layers of an nn.Sequential have one input and one output each, so they are compared one by one.
-The steps of any other program are compared stage by stage.
+The layers of an nn.Sequential have one input and one output each, so they are compared one by one,
+and the steps of any other program stage by stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class VerifiedUnit(NamedTuple):
 
     Attributes:
         name, title: The path in the program's module, and the name in messages.
-        module: The layer, or a module with the layers of the stage.
         stage: The index of the stage that runs it, which may be in another process.
     """
 
@@ -37,15 +36,12 @@ class VerifiedUnit(NamedTuple):
 class VerifiedProgram:
     """A pipeline and a program of it.
 
-    Args:
-        pipeline, program: The pipeline, and the program.
-        sequential: The nn.Sequential whose layers the program calls; None for another program.
+    ``sequential`` is the nn.Sequential whose layers the program calls; None for another program.
 
     Attributes:
         devices: The device of each worker of this process.
         kind: ``"layer"`` or ``"stage"``.
         module: The module that holds the units.
-        units: The layers or stages, in order.
     """
 
     def __init__(
@@ -76,7 +72,6 @@ class VerifiedProgram:
         return unpacked(walk_program(stages, self._by_unit, self._values(input), visit))
 
     def device_of(self, k: int) -> torch.device:
-        """Return the device that runs a unit."""
         return self.pipeline.layout.device_of(self.units[k].stage)
 
     def owner_of(self, name: str) -> int:

@@ -1,15 +1,13 @@
 """Verifies that a pipeline computes what its layers compute: one batch, run plain and pipelined.
 
-A result that changes with ``chunks`` has a cause that raises no error, such as a layer that takes a
-mean over the batch. So everything that a pipeline promises is compared: output, gradients, buffers.
-The gradients are computed from a random gradient of the output, so no loss is needed and none can
-hide a fault. Dropouts draw other masks for each micro-batch, so they are disabled in both runs;
-other layers that draw are detected.
+A result that changes with ``chunks`` may have a cause that raises no error, such as a mean over the
+batch. So everything that a pipeline promises is compared: output, gradients, buffers. The gradients
+come from a random gradient of the output, so no loss is needed and none can hide a fault. Dropouts
+are disabled, as they draw other masks for each micro-batch; other layers that draw are detected.
 
 A difference may have a known reason: a batch norm in training, a layer that draws, amplified
-rounding. Any other difference is a fault of a layer, or of this package. Before any reason is
-accepted, the plain layers run a second time: a layer that does not repeat what it computes is
-reported instead.
+rounding. Any other is a fault of a layer, or of this package. Before any reason is accepted, the
+plain layers run a second time: a layer that does not repeat what it computes is reported instead.
 """
 
 from __future__ import annotations
@@ -98,8 +96,7 @@ def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs
 def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | None:
     """Verify the first run of each pipeline in a call, and then the call against the own forward.
 
-    Returns:
-        The result for the first pipeline that differs, or for the first; None if none has run.
+    Returns the result for the first pipeline that differs, or for the first; None if none has run.
     """
     parities: dict[PipedModule, Parity] = {}
 
@@ -130,8 +127,7 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
 def verify_sample(call: WholeCall) -> Parity | None:
     """Compare the first rows of a call, in two micro-batches, with the module's own forward.
 
-    Returns:
-        The result if there surely is a fault. None also if the call cannot be made with few rows.
+    Returns None unless there surely is a fault, and if the call cannot be made with few rows.
     """
     call = call.sample(2 * SAMPLED)
     by_batch = any(map(normalises_by_batch, call.module.modules()))
@@ -185,9 +181,7 @@ def compare_everywhere(
 ) -> Comparison:
     """Compare two runs in all processes, which make more plain runs if any finds a difference.
 
-    Args:
-        pipeline: The pipeline that has run.
-        search, plain, other, rerun: As of :meth:`DifferenceSearch.compare`.
+    Other arguments are as of :meth:`DifferenceSearch.compare`.
     """
     layout, everywhere = pipeline.layout, pipeline.engine.everywhere
     if not layout.spread:
@@ -205,8 +199,8 @@ def compare_everywhere(
 class FirstBatchVerifier:
     """Verifies the first run of each pipeline of a model, in training mode with gradients.
 
-    A module whose forward makes the programs is verified with its whole call, if it is called; it
-    is not where another module loops over its blocks.
+    A module whose forward makes the programs is verified with its whole call, if it is called; not
+    where another module loops over its blocks.
 
     Args:
         modules: The modules that run as pipelines.
@@ -235,7 +229,6 @@ class FirstBatchVerifier:
             piped.check = self._before_run
 
     def remove(self) -> None:
-        """Verify no more."""
         for handle in self._handles.values():
             handle.remove()
         for piped in self._modules:
