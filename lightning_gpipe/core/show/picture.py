@@ -1,7 +1,7 @@
 """Draws timelines: a row for each worker, a box for each action, gaps where it waits.
 
-If the caller's code is a row of the schedule, it is the last row of the picture. Recorded and
-simulated timelines look alike, for comparison. Drawing needs matplotlib, which is an extra.
+Recorded and simulated timelines look alike, for comparison. The caller's row, if it is one of the
+schedule, is the last. Drawing needs matplotlib, which is an extra.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_can_draw() -> None:
 def timeline_picture(
     spans: Sequence[Span], workers: Sequence[str], *, title: str = "", note: str = ""
 ) -> Figure:
-    """Draw a recorded or predicted timeline::
+    """Draw a recorded or predicted timeline, as wide as a slide::
 
         cuda:0   ▇F0▇▇F1▇▇F2▇             ▇B2▇▇R1▇▇B1▇ ...
         cuda:1        ▇F0▇▇F1▇▇F2▇▇B2▇▇R1▇▇B1▇
@@ -71,9 +71,6 @@ def timeline_picture(
         workers: The name of each worker, of one line or several, and of the caller if it acts.
         title: The title above the picture.
         note: Lines below the title, in smaller letters.
-
-    Returns:
-        A figure as wide as a slide; ``figure.savefig("timeline.png")`` writes it.
 
     Raises:
         ImportError: If matplotlib is not installed.

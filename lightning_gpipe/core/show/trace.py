@@ -1,12 +1,12 @@
 """Writes timelines in the JSON trace event format, which Perfetto and Chrome open.
 
 Each worker is a thread of the trace, and so is the caller, with another for its row of a schedule.
-An action is a complete event ("X"); a transfer from one stage to another, or to the caller, is a
-flow ("s" to "f"): an arrow from the end of the one action to the begin of the other.
+An action is a complete event ("X"); a transfer is a flow ("s" to "f"): an arrow from the end of the
+one action to the begin of the other.
 
 Times are whole microseconds: readers drop an event that partly overlaps another of its thread, and
-fractions, which they round in different ways, would make neighbours overlap. The numbers of flows
-are integers: Perfetto reads a string as a hexadecimal number, and drops other strings.
+round fractions in different ways. The numbers of flows are integers: Perfetto reads a string as a
+hexadecimal number, and drops other strings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def trace_of(
     Args:
         runs: The layout and the actions of each mini-batch, including the caller's.
         caller: The activities of the caller's thread, on the same clock.
-        name: The name of the trace.
     """
     runs = list(runs)
     starts = [span.start for _, spans in runs for span in spans] + [x.start for x in caller]
@@ -129,5 +128,4 @@ def _tensors(kind: Kind) -> str:
 
 
 def _micro(seconds: float) -> int:
-    """Whole microseconds."""
     return floor(1e6 * seconds)
