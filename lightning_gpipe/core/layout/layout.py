@@ -1,7 +1,7 @@
 """Layouts: the partitions, the worker and the device of each, and their skip connections.
 
-These are data, not arithmetic repeated wherever it is needed. A layout is decided before anything
-is moved, and prints. Each process owns some of the workers, or one process all of them.
+A layout is decided before anything is moved, and prints. Each process owns some of the workers, or
+one process all of them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Layout:
             new copy for each mini-batch.
         around: The stage whose device has the modules around the stages.
         owners: The process of each worker, by its rank in the pipeline.
-        rank: The rank of this process.
         everywhere: The parameters that are used around the stages too: each process has them.
         weights: Where the weights of the stages are between their uses, with their gradients.
     """
@@ -82,7 +81,6 @@ class Layout:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers of all stages, in order."""
         return [layer for partition in self.partitions for layer in partition.layers]
 
     @cached_property
@@ -97,7 +95,6 @@ class Layout:
 
     @cached_property
     def workers_here(self) -> list[int]:
-        """The workers of this process, in order."""
         return [w for w, owner in enumerate(self.owners) if owner == self.rank]
 
     @cached_property
@@ -106,17 +103,14 @@ class Layout:
 
     @cached_property
     def stages_here(self) -> list[int]:
-        """The stages of this process, in order."""
         return [j for j in range(self.n) if self.owner_of(j) == self.rank]
 
     @property
     def first_here(self) -> bool:
-        """True if this process has the first stage."""
         return self.owner_of(0) == self.rank
 
     @property
     def last_here(self) -> bool:
-        """True if this process has the last stage."""
         return self.owner_of(self.n - 1) == self.rank
 
     @property
@@ -210,7 +204,6 @@ class Layout:
         return " | ".join(parts)
 
     def _followed(self, j: int) -> Iterator[str]:
-        """Yield the home of each parameter that stage ``j`` follows."""
         device, owner = self.device_of(j), self.owner_of(j)
         around = {device, HOST} if self.weights == "host" else {device}
         first = {tie.parameter: tie.home for tie in ties_of(self) if j in tie.followers}
@@ -225,7 +218,6 @@ class Tie(NamedTuple):
     """A parameter that processes share with one another, or use around the stages too.
 
     Attributes:
-        parameter: The parameter.
         home: The stage whose process has the values; the caller's place, -1, if each process has.
         followers: The stages of other processes that have it; all that do, if each process has.
     """

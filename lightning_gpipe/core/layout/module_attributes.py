@@ -1,8 +1,7 @@
 """The plain attributes of modules, which ``nn.Module`` does not register.
 
-A counter, a cache, a list that grows, a generator: they are neither parameters nor buffers, so they
-are on no device and in no state dict, but layers change them in forward all the same. The
-attributes of an object of a user's class that a module has, such as a meter, count as well.
+A counter, a cache or a generator is on no device and in no state dict, but layers change it in
+forward all the same. The attributes of an object of a user's class that a module has count as well.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with changed tensors, in copies of the objects and containers around them.
 
-    An object that :func:`tensors_within` finds no tensor in is not copied.
+    An object in which :func:`tensors_within` finds no tensor is not copied.
     """
     copies: dict[int, Any] = {}
 

@@ -1,8 +1,8 @@
 """The layers of an nn.Sequential, those of nested ones counted one by one.
 
 A group is a child that only runs its layers: a plain nn.Sequential without parameters, buffers or
-hooks of its own. Its layers count in its place, under their paths in the module, and the group is
-only a name: it is not called::
+hooks of its own. It is only a name, and is not called; its layers count in its place, under their
+paths in the module::
 
     Sequential( Sequential(a, b), c )     0.0: a   0.1: b   1: c
 
@@ -38,8 +38,8 @@ def groups_of(module: nn.Sequential) -> dict[str, nn.Module]:
 def balance_of_layers(module: nn.Sequential, balance: Sequence[int]) -> Sequence[int]:
     """Return a balance that counts the children of an nn.Sequential as one of its layers.
 
-    Any other balance is returned unchanged. Both counts are equal only if both mean the same cut,
-    since every group has a layer.
+    Any other balance is unchanged. Since every group has a layer, both counts are equal only if
+    both mean the same cut.
     """
     ints = isinstance(balance, list | tuple) and all(type(n) is int and n > 0 for n in balance)
     if not ints or sum(balance) != len(module):

@@ -2,10 +2,8 @@
 
 Cutting is sound only if the plain module runs its layers in order and does nothing else: a
 subclass's own ``forward`` would be lost silently, and a layer that appears twice would be on two
-stages.
-
-The layers are not copied, moved, wrapped or renamed, so the keys of the state dict do not depend on
-the balance::
+stages. The layers are not copied, moved, wrapped or renamed, so the keys of the state dict do not
+depend on the balance::
 
     module    Embedding  Block  Block  Block  Block  Norm  Linear
     balance   [       3              |    2        |      2     ]
@@ -31,9 +29,7 @@ class Partition:
     """The layers that stage ``index`` runs, consecutive ones if they are those of a Sequential.
 
     Attributes:
-        index: The stage.
         first: The index of the first layer, counted in the whole module.
-        layers: The layers.
         names: Their names in the user's model, such as ``blocks.3``; empty in a Sequential without
             groups, whose layers are known by their indices.
     """
@@ -81,9 +77,8 @@ def cut(
 ) -> list[Partition]:
     """Cut the module into partitions by a balance of its layers, see :func:`layers_of`.
 
-    Raises:
-        TypeError, ValueError: If the module cannot be cut, or the balance does not fit it; calls it
-            by ``name``, and its layers by their paths after ``prefix``.
+    Raises a TypeError or a ValueError if the module cannot be cut, or the balance does not fit it;
+    calls it by ``name``, and its layers by their paths after ``prefix``.
     """
     check_sequential(module, name)
     paths = layers_of(module)

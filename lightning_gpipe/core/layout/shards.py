@@ -1,15 +1,13 @@
 """Refuses layers whose parameters are shards of tensors over processes.
 
 FSDP2 gives a layer its whole parameters in a hook before its forward. By then a stage has put
-leaves of its own in their place, which collect the gradients of a mini-batch: those of the whole
-parameters would never arrive. A pipeline that is sharded as a whole gets its parameters before, and
-works; so do the modules around the layers.
-
-A strategy that divides parameters among replicas undoes ``fully_shard`` before it makes a pipeline.
+leaves of its own in their place: the gradients of the whole parameters would never arrive. A
+pipeline that is sharded as a whole gets its parameters before, and works; so do the modules around
+the layers. A strategy that divides parameters among replicas undoes ``fully_shard`` before.
 
 Layers that compute with shards, by ``parallelize_module``, need no whole parameters. All processes
-with shards of a stage must run the same actions in the same order, as those do that a strategy with
-``tensor_parallel`` has arranged. The name of their dimension of its mesh tells.
+with shards of a stage must run the same actions in the same order, as a strategy with
+``tensor_parallel`` arranges; the name of their dimension of its mesh tells.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sharing between stages, and with modules outside of the pipeline.
 
-Stages run at the same time, each on its device. Two threads would use a module or a generator of
-random numbers of two stages at once, and a buffer that layers change cannot be on two devices:
-these are refused. A parameter can be shared: it is on one device, its home, and stages on other
-devices follow it with copies.
+Stages run at the same time, each on its device. So a module or a generator of several stages, and a
+buffer of several devices that layers change, are refused. A parameter can be shared: it is on one
+device, its home, and stages on other devices follow it with copies.
 """
 
 from __future__ import annotations
@@ -105,10 +104,10 @@ def check_copies(
     *,
     on_host: bool = False,
 ) -> None:
-    """Refuse parameters of which a copy would not do.
+    """Refuse parameters of which a copy would not do; for the arguments see :func:`followed_slots`.
 
-    See :func:`followed_slots` for the arguments; the homes of parameters of another process are the
-    meta device. Copies of those on the host come and go with their attributes, if ``on_host``.
+    The homes of parameters of another process are the meta device. Copies of those on the host come
+    and go with their attributes, if ``on_host``.
     """
     for module, name in slots:
         parameter = module._parameters[name]
