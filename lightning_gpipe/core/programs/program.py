@@ -39,7 +39,6 @@ class Part:
     """The steps of one stage, with the values that they need and leave.
 
     Attributes:
-        steps: The steps, in order.
         takes: The values that come with the micro-batch, in order.
         gives: The values that go to the next stage with it; for the last stage, the outputs.
         arriving: The routes of values from other places than the previous stage.
@@ -78,16 +77,9 @@ class Part:
 
 
 class Program:
-    """Steps in order, and the routes of values between their stages.
+    """Steps in order of their calls, and the routes of values between their ``n`` stages.
 
-    Args:
-        steps: The steps, in order of their calls.
-        inputs: The numbers of the values that the caller gives.
-        outputs: The numbers of the values that the caller gets.
-        n: The number of stages.
-
-    Attributes:
-        parts: The part of each stage.
+    ``inputs`` and ``outputs`` are the numbers of the values that the caller gives and gets.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Steps of a program, each one call on inputs of the program and results of earlier steps.
 
-A step that looks up its arguments takes as long as a small operator on a CPU, and a traced forward
-has thousands of steps in every micro-batch. So the steps of a stage are compiled to a function
-whose local variables are the values, with a line for each step::
+A step that looks up its arguments takes as long as a small operator on a CPU. So the steps of a
+stage are compiled to a function whose local variables are the values, with a line for each step::
 
     def run(takes, arriving, after):
         v0 = takes
@@ -39,7 +38,6 @@ class Step:
         args, kwargs: Its arguments: constants, placeholders for values, and tuples, lists, dicts
             and slices of both.
         value: The number of its result.
-        stage: The stage that runs it.
         name: The name in the user's model, such as ``blocks.3``.
         line: The line of the user's code that made the call, such as ``model.py:7``, if known.
         then: Converts the result of ``run`` to the value; None if it is the value.
@@ -157,12 +155,10 @@ class Function:
     """Calls steps in order.
 
     Args:
-        steps: The steps.
         drops: For each step, the values that nothing needs after it.
         inputs, outputs: The values that come and go with the micro-batch, then those of each route.
 
     Attributes:
-        call: The function.
         names_layers: Whether it calls ``after``: all steps are layers.
     """
 
