@@ -5,11 +5,10 @@ waits for, and from the output to the loss (L), which the last stage waits for. 
 goes on through the code before the call (B), for which nobody waits.
 
 The caller is one thread, so its actions need an order in which no wait for a result delays another
-result that a worker waits for already. How long actions take is not known beforehand. But all that
-an action needs, directly or not, has ended when it starts. So P comes as soon as all losses are
-computed that its forward needs, and before any other loss; and B after the first loss that needs
-the backward of the first stage. If the caller itself takes no time, then no worker waits for it,
-however long actions take.
+result that a worker waits for already, however long actions take. All that an action needs has
+ended when it starts. So P comes as soon as all losses are computed that its forward needs, and
+before any other loss; and B after the first loss that needs the backward of the first stage. If the
+caller itself takes no time, then no worker waits for it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def with_caller(schedule: Schedule) -> Schedule:
 def _needed(schedule: Schedule, kind: Kind, j: int, order: list[int]) -> dict[Action, int]:
     """Count for each action the actions of a kind on stage j that it needs, directly or not.
 
-    These run in the order of micro-batches, so that an action that needs one needs all before it.
+    These run in order, so that an action that needs one needs all before it.
     """
     place = {Action(kind, i, j): k + 1 for k, i in enumerate(order)}
     counts: dict[Action, int] = {}

@@ -1,8 +1,7 @@
 """The moves of a device from and to the memory of the host, by the row of its worker.
 
-Weights that live there, or that replicas have divided, are on a device only around their use. Each
-worker has those of the stage at work and of the one that it works on next: the next ones come while
-this one computes, and what is neither leaves. Activations that wait there for their backward leave
+Weights that live there, or that replicas have divided, are on a device only for the stage at work
+and the one that its worker works on next. Activations that wait there for their backward leave
 after their forward, and come back while the action before is at work.
 """
 
@@ -111,13 +110,9 @@ def activation_moves(
         F0 F1 F2 B2 B1 B0
         after F0: 0 leaves; after F1: 1 leaves; before B2: 1 comes; before B1: 0 comes
 
-    Args:
-        row: The row.
-        waiting: Stages, and how many of the micro-batches that each holds at its peak wait on the
-            host. The others stay; those that would be held longest leave.
-
-    Returns:
-        The forwards after which activations leave, and what begins to come before an action.
+    ``waiting`` says of stages how many of the micro-batches that each holds at its peak wait on the
+    host: those that would be held longest. Returns the forwards after which activations leave, and
+    what begins to come before an action.
     """
     computing = [action for action in row if action.kind is not Kind.GRADIENTS]
     forwards: dict[Visit, int] = {}

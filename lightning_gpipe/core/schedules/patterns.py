@@ -37,11 +37,10 @@ class Pattern:
     late: int = 0
 
     def actions(self, recomputed: Sequence[int], *, split: bool) -> Iterator[Action]:
-        """Yield the actions, in order.
+        """Yield the actions, in order; ``split`` makes the gradients of the weights actions.
 
         On stage j the first ``recomputed[j]`` micro-batches drop their activations: each of their
-        backwards is preceded by a recomputation. ``split`` makes the gradients of the weights
-        actions.
+        backwards is preceded by a recomputation.
         """
         forwards, backwards = self.forwards.tolist(), self.backwards.tolist()
         for i, j in forwards[: self.warm_up]:

@@ -14,8 +14,7 @@ def looped(n: int, workers: int) -> tuple[int, ...]:
 def folded(n: int, workers: int) -> tuple[int, ...]:
     """Stages go to the last worker and back: with two, stages 0 to 3 on 0, 1, 1, 0.
 
-    Raises:
-        ValueError: If a worker would not have two stages.
+    Raises a ValueError if a worker would not have two stages.
     """
     if n != 2 * workers:
         raise ValueError(

@@ -246,12 +246,10 @@ class Schedule:
     def turns_of(self, workers: tuple[int, ...]) -> Sequence[tuple[int, Row]]:
         """Return the sequence in which one thread runs some workers and the caller.
 
-        The caller's actions come as late as can be. In a process without the last stage, a loss
-        waits for an output, and with it would the next forward here. A call, in which processes may
+        For each turn it has the worker, :attr:`workers` for the caller, and its actions. The
+        caller's actions come as late as can be: in a process without the last stage, a loss waits
+        for an output, and with it would the next forward here. A call, in which processes may
         compute together, has the place of the first stage's forward in all of them.
-
-        Returns:
-            For each turn the worker, :attr:`workers` for the caller, and its actions.
         """
         if workers not in self._turns:
             groups = groupby(self._sequence_of(workers), self.worker_of)

@@ -33,8 +33,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS)
 def as_block(starts: Sequence[Sequence[int]]) -> Block:
     """Return a block as a value that hashes: tuples for the lists of a user.
 
-    Raises:
-        ValueError: If it has not two or three integers for each stage, as many for all.
+    Raises a ValueError if it has not two or three integers for each stage, as many for all.
     """
     try:
         block = tuple(map(tuple, starts))
@@ -90,10 +89,7 @@ def block_rows(
 
 
 def check_block(block: Block, m: int, placement: Sequence[int]) -> None:
-    """Refuse a block for other stages, or with actions that wait for one another.
-
-    Any number of micro-batches, ``m``, will do.
-    """
+    """Refuse a block for other stages, or with actions that wait for one another, for any ``m``."""
     if len(block) != len(placement):
         raise ValueError(
             f"a schedule that is a block must have the starts of each stage: got "

@@ -1,8 +1,7 @@
 """The table of schedules.
 
-An entry has all that the rest of the package asks of a schedule. So a new one is a function of the
-rows of its workers, an entry in ``SCHEDULES`` and a name in ``ScheduleName``. A block of a user has
-an entry too, which :func:`definition_of` makes.
+A new one is a function of the rows of its workers, an entry in ``SCHEDULES`` and a name in
+``ScheduleName``. A block of a user has an entry too, which :func:`definition_of` makes.
 """
 
 from __future__ import annotations
@@ -199,14 +198,12 @@ class ScheduleKind(NamedTuple):
         return self.arguments or "schedule='fill_drain'"
 
     def patterns(self, m: int, placement: Sequence[int]) -> Sequence[Pattern]:
-        """Return the row of each worker in brief, of a schedule that is planned."""
         assert self.definition.patterns is not None, "schedules without patterns are not planned"
         return self.definition.patterns(m, placement)
 
     def build(
         self, m: int, placement: tuple[int, ...], recomputed: int | tuple[int, ...] = 0
     ) -> Schedule:
-        """Return the schedule; arguments as for :func:`schedule_for`."""
         return schedule_for(self.schedule, m, placement, recomputed=recomputed, split=self.split)
 
     def placement(self, stages: int, devices: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Schedules on two stages for each device whose memory is chosen: V-Half and V-Min.
 
 Both are blocks. A worker holds a micro-batch from a stage's forward to the gradients of its
-weights. So how long that is in the block says how much memory the schedule needs.
+weights, so how long that is in the block says how much memory the schedule needs.
 
 Stages go down the devices and back, as the letter V. The first device holds its first stage longest
 and its last stage shortest, the last device both for as long: together all hold as much. The slower
@@ -35,9 +35,7 @@ def v_min(workers: int) -> Block:
 def _block(workers: int, step: int) -> Block:
     """Return the block with which a worker holds the fewest micro-batches, with the shortest waits.
 
-    Args:
-        workers: The number of workers.
-        step: The cycles from one stage to the next where forwards go down, or backwards do.
+    ``step`` is the cycles from one stage to the next where forwards go down, or backwards do.
     """
     # The starts of workers repeat, but for a shift, as the cycles do.
     some = range(min(workers, _CYCLES))
@@ -52,16 +50,10 @@ def _block(workers: int, step: int) -> Block:
 
 
 def _stages(w: int, workers: int, step: int, waits: Sequence[int]) -> Block:
-    """Return the starts of both stages of worker ``w``.
+    """Return the starts of both stages of worker ``w``; none if actions would run at the same time.
 
-    Args:
-        w: The worker.
-        workers, step: As for :func:`_block`.
-        waits: The cycles for which a micro-batch waits at the last worker, at the first, and at the
-            last again.
-
-    Returns:
-        The starts; none if two actions of different micro-batches would run at the same time.
+    ``waits`` are the cycles for which a micro-batch waits at the last worker, at the first, and at
+    the last again.
     """
     turn = (step + 1) * (workers - 1) + 1  # when the first worker has the micro-batch again
     forwards_back = turn + waits[0]
