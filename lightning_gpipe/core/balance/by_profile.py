@@ -19,10 +19,7 @@ from lightning_gpipe.core.schedules import ActivationCheckpointing, recomputed_b
 
 @dataclass(frozen=True)
 class StageCosts:
-    """The time of a stage for a mini-batch, with recomputation, and its bytes at the peak.
-
-    ``unit``, of the time, is ``"s"`` or ``"FLOP"``.
-    """
+    """The time of a stage for a mini-batch, recomputation included, and its bytes at the peak."""
 
     time: float
     memory: float
@@ -48,10 +45,7 @@ def stage_costs(
 def recomputing(
     places: Sequence[Place], profile: ModelProfile, mode: ActivationCheckpointing
 ) -> list[Place]:
-    """Return the places with the recomputation of their stages.
-
-    Of micro-batches that are recomputed, one is alive at a time.
-    """
+    """Return the places with the recomputation of their stages, one micro-batch at a time."""
     m = profile.chunks
     numbers = recomputed_by_stage(mode, m, len(places))
     return [
@@ -63,8 +57,7 @@ def recomputing(
 def time_costs(profile: ModelProfile, *, split: bool = False) -> LayerCosts:
     """Return the times of the layers for a micro-batch, with the bytes that they need.
 
-    A recomputation is extra, see :func:`recomputing`. The modules around the layers do not count:
-    they run while all stages wait.
+    A recomputation is extra. The modules around the layers do not count: all stages wait for them.
     """
     return LayerCosts(
         profile.times(split=split),
@@ -77,10 +70,10 @@ def time_costs(profile: ModelProfile, *, split: bool = False) -> LayerCosts:
 def memory_costs(profile: ModelProfile, alive: float) -> LayerCosts:
     """Return the bytes of the layers at the peak of a mini-batch, in the place of times.
 
-    At the end of forward each layer holds its static bytes, and the tensors that it has saved for
-    all micro-batches that are not recomputed, and for one of the others. A stage keeps its inputs
-    from other stages for all micro-batches; where a layer saves them, they are in memory once, for
-    the number ``alive``.
+    At the end of forward each layer holds its static bytes, and what it has saved for all
+    micro-batches that are not recomputed, and for one of the others. A stage keeps its inputs from
+    other stages for all micro-batches; where a layer saves them, they count once, for the number
+    ``alive``.
     """
     held = [layer.held_bytes for layer in profile.layers]
     saved = [layer.saved.at(profile.rows) for layer in profile.layers]
@@ -121,7 +114,6 @@ class Shift:
 
     @property
     def moved(self) -> int:
-        """The number of layers that move to another stage."""
         before, after = (
             [j for j, size in enumerate(balance) for _ in range(size)]
             for balance in (self.before, self.after)
@@ -138,10 +130,8 @@ def shift_for(
 ) -> Shift:
     """Return the best balance by measured times of the stages.
 
-    Args:
-        costs: The measured costs of the layers, in any unit of time.
-        busy: The time in which each stage was at work, in a mini-batch.
-        places: The device of each stage; their speeds are replaced.
+    ``busy`` has the time in which each stage was at work in a mini-batch. The speeds of ``places``
+    are replaced.
     """
     speeds = _speeds(costs.of_stages(balance, places), busy, placement)
     pairs = zip(places, placement, strict=True)

@@ -18,10 +18,7 @@ from lightning_gpipe.core.layout import layer_ranges
 
 
 class Transfer(NamedTuple):
-    """The cost of a value that layer ``maker`` makes and ``user`` uses, if their stages differ.
-
-    ``time`` counts for the stage of the user.
-    """
+    """The cost for the stage of layer ``user`` of a value that ``maker`` makes on another stage."""
 
     maker: int
     user: int
@@ -109,10 +106,7 @@ class Place:
 
 
 def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:
-    """Count the elements of each layer's parameters.
-
-    A parameter that several layers share is counted in the first of them, whose stage owns it.
-    """
+    """Count the elements of each layer's parameters; a shared one counts for its first layer."""
     seen: set[nn.Parameter] = set()
     costs = []
     for layer in layers:

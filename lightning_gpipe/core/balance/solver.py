@@ -154,7 +154,6 @@ def _second(costs: LayerCosts, places: Sequence[Place]) -> float:
 
 
 def _tables_for(costs: LayerCosts, places: Sequence[Place], width: int) -> dict[Place, _RunTables]:
-    """Return the tables of each place, with runs of up to ``width`` layers."""
     distinct = list(dict.fromkeys(places))
     nothing = [0.0] * len(costs.times)
     memory, live = costs.memory or nothing, costs.live or nothing
