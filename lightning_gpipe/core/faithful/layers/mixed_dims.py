@@ -51,9 +51,9 @@ def mixed_by(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def unbatched(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the input of a linear layer, convolution or norm, if it is a piece of a single sample.
+    """Return the input of a linear layer, convolution or norm if it lacks features or channels.
 
-    That is a vector without some features, or an image without some channels.
+    Such a vector or image is a piece of a single sample.
     """
     match module:
         case nn.Linear():

@@ -75,11 +75,9 @@ class Randomness:
             self._states[i] = RandomState.of(self._own)
 
     def drawing(self, i: int) -> list[Manager]:
-        """Return the context managers for the first forward of micro-batch ``i``."""
         return [] if self.private is None else [self.private.drawing(i)]
 
     def drawing_in_backward(self, i: int) -> Manager:
-        """Return the context manager for the backward of micro-batch ``i``."""
         return NOTHING if self.in_backward is None else self.in_backward.drawing(i)
 
     def replaying(self, i: int) -> list[Manager]:
@@ -124,7 +122,6 @@ class SharedGenerators:
         return _DREW * self.drew + _MOVED * self.moved() + _UNTAGGED * bool(self.untagged)
 
     def hear(self, bits: int) -> None:
-        """Take the :attr:`bits` of other processes."""
         self._heard |= bits
 
     @property

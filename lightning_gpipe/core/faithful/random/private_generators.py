@@ -40,10 +40,8 @@ def drawing_by_default() -> Manager:
 class PrivateGenerators:
     """A generator for each micro-batch of stage ``j``, which no other thread draws from.
 
-    They replace the default generators of ``devices``. ``grad``: forward runs with gradients.
-
-    Attributes:
-        untagged: The names of custom operators that drew from the default generators themselves.
+    They replace the default generators of ``devices``. ``untagged`` has the names of custom
+    operators that drew from those themselves.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ class RandomState(NamedTuple):
         return cls.of([*dict.fromkeys(default), *LIBRARIES])
 
     def only(self, k: int) -> RandomState:
-        """The state of one of the generators."""
         return RandomState(self.generators[k : k + 1], self.states[k : k + 1])
 
     def restore(self) -> None:

@@ -57,7 +57,6 @@ class Autocast(NamedTuple):
         return cls(device_type, dtype, enabled, cached)
 
     def entered(self) -> torch.autocast:
-        """Return a context manager that gives the calling thread this state."""
         return torch.autocast(*self)
 
 

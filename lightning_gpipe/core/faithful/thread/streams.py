@@ -38,7 +38,6 @@ class Streams(NamedTuple):
         return self.streams[device.index] if device.type == "cuda" else None
 
     def entered(self) -> Manager:
-        """Make these current on the calling thread for the duration of a ``with`` block."""
         return LazyManagers(self._missing) if self.streams else NOTHING
 
     def _missing(self) -> Iterator[Manager]:
