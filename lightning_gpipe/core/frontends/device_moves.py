@@ -73,10 +73,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
-    """Move the layers to their devices, and the rest of ``root`` to the device around them.
-
-    Layers of other processes are moved to the meta device.
-    """
+    """Move the layers to their devices, to meta if in another process, and the rest around them."""
     check_unread_weights(root)
     layers = {layer for layout in layouts for layer in layout.layers}
     with replaceable(*root.modules()):

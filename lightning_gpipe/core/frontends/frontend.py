@@ -37,11 +37,8 @@ class RunProgram(Protocol):
     ) -> list[Any]:
         """Run a program; return its outputs, in order, merged over the micro-batches.
 
-        Args:
-            program: The program, with as many stages as there are partitions.
-            values: Its inputs: pytrees, whose tensors are cut by rows unless they are marked by
-                :func:`~lightning_gpipe.whole`.
-            chunks: The number of micro-batches; None is that of the facade.
+        Tensors in ``values``, which are pytrees, are cut by rows unless they are marked by
+        :func:`~lightning_gpipe.whole`. ``chunks`` is by default that of the facade.
         """
 
 

@@ -59,7 +59,7 @@ def heaviest(root: nn.Module) -> tuple[str, nn.Module] | None:
 def candidates(root: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost plain Sequentials, and then the outermost ModuleLists, by path.
 
-    ModuleLists within a Sequential are left out, and those without parameters, as of metrics.
+    ModuleLists within a Sequential, and those without parameters, are left out.
     """
     sequentials = _outermost(root, is_plain)
     either = _outermost(root, lambda module: is_plain(module) or _is_list(module))

@@ -35,12 +35,7 @@ def running() -> Manager:
 class Block:
     """One block of the nn.ModuleList; while it is installed, its module's calls come here.
 
-    Args:
-        module: The block.
-        k: Its index.
-        name: Its name in the user's model.
-        stage: The stage that runs it.
-        device: The device of the stage; None if the stage has no parameters and buffers.
+    Its ``device``, that of its stage, is None if the stage has no parameters and buffers.
     """
 
     _receive: Receiver  # set when it is installed
@@ -61,7 +56,7 @@ class Block:
     def kind(self) -> tuple[Any, ...]:
         """Equal for blocks that return the same structure for arguments of the same kind.
 
-        Classes and flags count; an index or a size is no reason to return something else.
+        Classes and flags count, indices and sizes do not.
         """
         attributes = self.module.__dict__.copy().items()  # a worker may set one meanwhile
         flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]

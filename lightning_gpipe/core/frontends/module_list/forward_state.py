@@ -23,10 +23,8 @@ from lightning_gpipe.core.layout import contents, is_user_object
 class ForwardState(NamedTuple):
     """The thread-local settings that decide how blocks compute.
 
-    Attributes:
-        autocast: The type of autocast, False without it; for the CPU and another device.
-        hooks: The innermost hooks on saved tensors, except those of ``torch.utils.checkpoint``: a
-            stage recomputes by itself.
+    ``autocast`` has its types, False without it, for the CPU and another device; ``hooks`` are the
+    innermost on saved tensors, but for those of ``torch.utils.checkpoint``: stages recompute.
     """
 
     grad: bool

@@ -48,10 +48,8 @@ class _Session(threading.local):
 class BlockCalls:
     """Receives the calls of the blocks of a pipeline, in order.
 
-    Args:
-        owners: The modules from the model to the one that holds the blocks.
-        title: The name of the nn.ModuleList in errors.
-        processes: The processes of the stages; None if they have no workers.
+    ``owners`` are the modules from the model to the one that holds the blocks, ``title`` the name
+    of the nn.ModuleList in errors, ``processes`` those of the stages, if they have workers.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ def _devices(
 ) -> list[torch.device | None]:
     """The device of each stage: of a parameter or buffer that it does not share, if it has one.
 
-    The values of another process's stage are on the device of the modules around the stages.
+    A stage of another process has the device of the modules around the stages.
     """
     stages = Counter(parameter for part in partitions for parameter in part.parameters)
     devices: list[torch.device | None] = []
@@ -146,7 +146,6 @@ def _devices(
 
 
 def _check_blocks(module: nn.Module, name: str) -> None:
-    """Refuse a module that is not an nn.ModuleList of distinct blocks."""
     if not isinstance(module, nn.ModuleList):
         raise TypeError(
             f"{name} must be an nn.ModuleList that a forward loops over: got "

@@ -68,7 +68,7 @@ def _program(recording: LoopRecording, wanted: Mapping[int, Placeholder], n: int
 def _merging(leaf: TensorLeaf) -> tuple[Any, ...] | None:
     """Return a function that makes a value mergeable, and its further arguments; None if it is.
 
-    A value with several entries per row gets one entry per row; one without rows is marked.
+    Several entries per row become one; a value without rows is marked.
     """
     if leaf.reading is None or (leaf.reading == 1 and leaf.dim == 0):
         return None

@@ -141,7 +141,7 @@ class LoopRecording:
     def record(
         self, call: RecordedCall, arguments: tuple[Any, Any], check: Check | None = None
     ) -> Any:
-        """Record a call, or follow the tape; return what the call will return, with placeholders.
+        """Record a call, or follow the tape; return what it will return, with placeholders.
 
         ``check`` raises if what a rehearsal has shown cannot run in micro-batches.
         """

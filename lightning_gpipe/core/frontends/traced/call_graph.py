@@ -31,7 +31,6 @@ class CallGraph:
 
     Attributes:
         returned: The forward's result, with the nodes of ``outputs`` in it.
-        modes: The modes in which it was traced.
         whole: For each module that could not be traced through, the reason.
         reads: The constants that the forward read of modules and parameters.
     """
@@ -47,7 +46,6 @@ class CallGraph:
 
     @property
     def calls(self) -> list[fx.Node]:
-        """The calls of layers, in order."""
         return [node for node in self.nodes if node.op == "call_module"]
 
     def layer(self, node: fx.Node) -> nn.Module:

@@ -19,10 +19,7 @@ from lightning_gpipe.core.frontends.traced.symbolic import ValueKind
 
 @dataclass(frozen=True)
 class Argument:
-    """Stands for an argument that is a value of the graph.
-
-    ``whole``: every micro-batch gets it whole. ``certain``: its kind is no assumption.
-    """
+    """Stands for an argument that is a value; not ``certain`` if its kind is an assumption."""
 
     kind: ValueKind
     whole: bool = False

@@ -103,7 +103,6 @@ class _Lowering:
         return isinstance(argument, fx.Node) and self._dims.get(argument) == 0
 
     def output(self, node: fx.Node) -> Value:
-        """Return a value that the forward returns."""
         j = self._stages.get(node, self._modules.own.n - 1)
         value = self._value(node, j)
         if node.op == "placeholder" or node in self._dims:

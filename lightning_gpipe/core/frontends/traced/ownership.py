@@ -94,11 +94,7 @@ def _runs(graph: CallGraph, calls: Sequence[fx.Node]) -> Iterator[tuple[int, int
 
 @dataclass
 class Ownership:
-    """The stage of each layer of ``n`` stages.
-
-    ``owners`` has that of each layer that runs on one; ``shared``, for each layer that runs on
-    several, the stages of its calls, in order.
-    """
+    """The stage of each layer; of ``shared`` ones, on several stages, those of their calls."""
 
     n: int
     owners: dict[nn.Module, int] = field(default_factory=dict)

@@ -56,7 +56,7 @@ _FILLED = frozenset({"zeros", "ones", "full", "empty"})
 class RowDims(dict[fx.Node, int | None]):
     """The dim of the rows in each value that has rows; None where it cannot be told.
 
-    ``others``: for each step, the dims that must not be the rows', in the tensor of this rank.
+    ``others`` has the dims of a step that must not be the rows', by rank.
     """
 
     def __init__(self, graph: CallGraph) -> None:

@@ -29,10 +29,7 @@ class TensorHolder(nn.Module):
 
 
 class StageModules:
-    """The modules of each stage, as cut by ``graphs``; the stage of each is added to ``own``.
-
-    The names in ``partitions`` begin with ``prefix``.
-    """
+    """The modules of each stage, as cut by ``graphs``; the stage of each is added to ``own``."""
 
     def __init__(self, graphs: Sequence[CallGraph], own: Ownership, prefix: str = "") -> None:
         self._root = graphs[0].root

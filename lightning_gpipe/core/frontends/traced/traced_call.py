@@ -135,7 +135,6 @@ def _mixes(run: Callable[..., Any], cut: Sequence[bool], args: Sequence[Any], kw
 
 
 def _same(whole: Tensor, part: Tensor) -> bool:
-    """Return whether two results are the same up to rounding."""
     if whole.shape != part.shape:
         return False
     if not whole.is_floating_point():

@@ -31,10 +31,7 @@ _MANY = 16  # the number of traces that is a surprise
 
 
 class TracedForward(Frontend):
-    """Traces the forward of the module at ``path``, once for each kind of call.
-
-    Raises an UnsupportedForward if it cannot be traced.
-    """
+    """Traces the forward at ``path`` once for each kind of call, or raises UnsupportedForward."""
 
     _stage_modules: StageModules
     _programs: _Programs

@@ -45,11 +45,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 class Tracer(fx.Tracer):
-    """Traces one call of a module's ``forward``.
-
-    Args:
-        kind: The kind of the call.
-        whole: Modules to keep whole, besides those of :func:`is_layer`.
+    """Traces one call of a module; modules in ``whole`` stay whole, like those of :func:`is_layer`.
 
     Attributes:
         returned: The forward's result, with a node for each value.

@@ -37,11 +37,8 @@ _KINDS = 10_000  # of calls, of which something is known
 class Learner:
     """Learns how the calls of one forward are cut.
 
-    Args:
-        first: The tensor whose dim 0 is the rows of the mini-batch.
-        knowledge: The knowledge about each kind of call; it grows.
-        caches: The rule for objects that blocks fill.
-        samples: The values of the forward for a few rows.
+    The rows of the mini-batch are dim 0 of ``first``; ``knowledge``, by kind of call, grows;
+    ``samples`` are the values of the forward for a few rows.
     """
 
     first: Tensor

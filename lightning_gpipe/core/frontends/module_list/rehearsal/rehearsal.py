@@ -285,10 +285,7 @@ def _with_different_rows(tensor: Tensor) -> Tensor:
 
 
 def _leaf_with_rows(leaf: Any, values: Sequence[Any], probes: Sequence[Sequence[int]]) -> Any:
-    """Return a leaf with the dim of its rows, or None if its rows depend on others.
-
-    The values are those for all rows, and for each probe.
-    """
+    """Return a leaf with the dim of its rows; None if probes show that rows depend on others."""
     full, *others = values
     if not isinstance(leaf, TensorLeaf):
         return leaf

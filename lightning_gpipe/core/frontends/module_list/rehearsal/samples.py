@@ -110,13 +110,10 @@ def few_of(tensor: Tensor, cut: Cut, rows: int, few: int | Sequence[int] | None)
 
 @dataclass(eq=False)
 class Samples:
-    """The values of one recording for ``few`` of its rows; for all if that is None.
+    """The values of one recording for ``few`` of its rows, or for all.
 
-    Args:
-        tape: The tape of the recording; it may grow.
-        inputs: The tensors from outside by number, and how they are cut.
-        rows: The number of rows.
-        rehearse: Runs calls of a stage, for all processes.
+    ``inputs`` has the tensors from outside by number, and how they are cut; ``rehearse`` runs calls
+    of a stage, for all processes. The ``tape`` may grow.
     """
 
     tape: Tape

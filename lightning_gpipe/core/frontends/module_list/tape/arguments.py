@@ -34,7 +34,7 @@ def map_leaves(function: Callable[[Path, Any], Any], tree: Any) -> Any:
 class Arguments:
     """The arguments of a call, ``(args, kwargs)``: their leaves, with their paths, and structure.
 
-    The structure is equal for trees whose leaves are in equal places of equal containers.
+    The structure is equal for trees with leaves in equal places of equal containers.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -60,7 +60,6 @@ class Arguments:
         ]
 
     def with_leaves(self, leaves: Iterable[Any]) -> Any:
-        """Return the tree with other leaves, in order."""
         return _rebuild(self.tree, iter(leaves))
 
 
@@ -71,10 +70,9 @@ def reads_as_rows(tensor: Tensor, rows: int) -> bool:
 
 
 def first_reading(tensor: Tensor, rows: int, sizes: Collection[int]) -> Reading:
-    """Return the first reading to try of a tensor that has two.
+    """Return the first reading to try of a tensor that has two, by the sizes of other dims.
 
-    ``sizes`` are those of all arguments' dims but the first: a table has as many entries as one of
-    them.
+    A table has as many entries as a dim of an argument, other than the first.
     """
     entries = tensor.size(0) // rows
     return WHOLE if entries > 1 and tensor.size(0) in sizes else entries

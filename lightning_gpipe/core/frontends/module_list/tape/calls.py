@@ -63,7 +63,6 @@ class Result:
 
     @cached_property
     def has_arguments(self) -> bool:
-        """True if an argument is among its leaves."""
         return any(isinstance(leaf, ReturnedArgument) for leaf in self.leaves)
 
     def tree(self, leaves: Sequence[Any]) -> Any:
@@ -86,10 +85,8 @@ class Result:
 class RecordedCall(NamedTuple):
     """The call of a block, or of an operator that the user's forward applies between two blocks.
 
-    Attributes:
-        kind: Equal for calls that return the same structure for arguments of the same kind.
-        line: The line of the user's code that calls it.
-        modules: The modules whose state it may change.
+    ``kind`` is equal for calls that return the same structure for arguments of the same kind;
+    ``modules`` are those whose state the call may change.
     """
 
     run: Callable[..., Any]
@@ -112,10 +109,8 @@ class RecordedCall(NamedTuple):
 class Knowledge:
     """The knowledge about all calls of a kind.
 
-    Attributes:
-        readings: How their tensor arguments are cut, where the shape does not tell.
-        filled_objects: The objects among their arguments that they fill, such as caches.
-        shapes: The shapes of their results, by the shapes of their arguments.
+    ``readings`` say how tensor arguments are cut, where the shape does not; ``filled_objects`` are
+    arguments that they fill, such as caches; ``shapes`` are of results, by those of arguments.
     """
 
     result: Result

@@ -18,10 +18,8 @@ Read = Callable[[Tensor, Reading | None], Reading | None]
 class OutsideTensors:
     """The tensors from outside of one forward.
 
-    Args:
-        inputs: The tensors by number, and how they are cut; grows.
-        rows: The number of rows.
-        read: Returns how a tensor is cut, given the reading learned of another one in its place.
+    ``inputs`` has them by number, and how they are cut, and grows. ``read`` returns how a tensor is
+    cut, given the reading learned of another one in its place.
     """
 
     def __init__(self, inputs: dict[int, tuple[Tensor, Reading]], rows: int, read: Read) -> None:

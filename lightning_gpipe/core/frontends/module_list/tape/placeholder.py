@@ -18,12 +18,7 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import TensorLeaf
 
 
 class Placeholder(PendingTensor):
-    """Stands for a value of a recording.
-
-    Attributes:
-        number: The number of the value; another one once it was edited in place.
-        leaf: Its type, number of dims and reading.
-    """
+    """Stands for a value of a recording; an edit in place gives it another ``number``."""
 
     recording: Any
     number: int

@@ -76,7 +76,6 @@ class Tape:
         steps: The steps of calls, and those that prepare their arguments, by the results' numbers.
         calls: The call that returns a value, or has it as a leaf of its result.
         programs: Programs of all of it, by what they return. With one, it changes no more.
-        count: The number of values.
         reusable: Whether another forward may follow it.
     """
 
