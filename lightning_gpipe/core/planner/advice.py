@@ -26,10 +26,8 @@ _NEAR = 0.1  # the relative error that a prediction may have
 class Change:
     """Another setting, as the user would write it, and its gain.
 
-    Attributes:
-        gain: The share by which the time of a mini-batch gets shorter.
-        at_most: Whether the gain is an upper bound.
-        if_: The condition for it, if there is one.
+    ``gain`` is the share by which the time of a mini-batch gets shorter, or its upper bound
+    (``at_most``); ``if_`` its condition.
     """
 
     setting: str

@@ -34,11 +34,8 @@ Turn = tuple[int, int]  # the lap in which an action of a block is, and its plac
 class BlockSearch:
     """The blocks of a placement, how good they are, and climbs to better ones.
 
-    Attributes:
-        times: The durations of each stage's F, B and W.
-        changes: The bytes that they add.
-        memory: The bytes that each worker has.
-        split: Whether W is in the blocks.
+    ``times`` are the durations of each stage's F, B and W, ``changes`` the bytes that they add,
+    ``memory`` those of each worker. With ``split``, W is in the blocks.
     """
 
     m: int

@@ -31,8 +31,5 @@ class HeldShares(NamedTuple):
 
     @classmethod
     def around_stages(cls, settings: PlannedSettings, replicas: int) -> HeldShares:
-        """Return the shares of modules around the stages, whose parameters are never divided.
-
-        Their gradients leave when a backward has ended.
-        """
+        """Return the shares of modules around the stages; gradients leave after a backward."""
         return cls(1.0, 1.0, 1.0 if settings.sharding is None else 1.0 / replicas)

@@ -113,7 +113,6 @@ def _lacking(nearest: Prediction) -> str:
 
 
 def _cure(nearest: Prediction, fitting: Sequence[Prediction]) -> str:
-    """The sentences that say what would fit."""
     if not fitting:
         return (
             "No number of devices like these would do. Use devices with more memory, or batches "

@@ -269,7 +269,6 @@ def _reason(chosen: Prediction, other: Prediction, orders: Sequence[ScheduleKind
 
 
 def _cause(chosen: Prediction, other: Prediction) -> str:
-    """The cause of a longer time."""
     best, settings = chosen.settings, other.settings
     if sum(settings.recomputed) > sum(best.recomputed) and settings.chunks == best.chunks:
         return "more is recomputed"

@@ -45,7 +45,6 @@ class Memory(NamedTuple):
 
     @property
     def held(self) -> float:
-        """The static bytes."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
     @property
@@ -59,8 +58,6 @@ class StagePrediction:
 
     Attributes:
         first: The index of its first layer.
-        layers: The names of its layers.
-        device: The index of its device.
         parameters: The number of elements of its parameters, those around the layers included.
         time: The time of a mini-batch on it, without waits.
         memory: The bytes at the peak of its device.
@@ -81,12 +78,10 @@ class StagePrediction:
 
     @property
     def needed(self) -> float:
-        """The bytes that its device needs."""
         return self.memory.total + self.beside
 
     @property
     def missing(self) -> float:
-        """The bytes that its device lacks."""
         return max(0.0, self.needed - self.limit)
 
     def as_dict(self) -> dict[str, Any]:

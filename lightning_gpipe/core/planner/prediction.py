@@ -56,12 +56,10 @@ class Prediction:
 
     @property
     def unit(self) -> Literal["s", "FLOP"]:
-        """The unit of times; FLOP if operations were counted."""
         return self.profile.unit
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each stage."""
         workers = {device: w for w, device in enumerate(dict.fromkeys(self.devices))}
         return tuple(workers[device] for device in self.devices)
 

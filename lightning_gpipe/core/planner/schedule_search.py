@@ -29,11 +29,7 @@ from lightning_gpipe.core.schedules import SCHEDULES, ByMicroBatch, ScheduleKind
 
 
 class FittingSchedule(NamedTuple):
-    """A schedule that fits the memory of the devices.
-
-    ``time`` is that of a mini-batch, in the unit of the costs; ``peaks`` are the bytes that each
-    worker holds for backwards at its peak.
-    """
+    """A schedule that fits; ``peaks`` are the bytes that each worker holds for backwards."""
 
     kind: ScheduleKind
     time: float

@@ -15,11 +15,9 @@ class PlannedSettings(NamedTuple):
     """The settings of a pipeline that a plan chooses; a candidate while it has no balance.
 
     Attributes:
-        stages, chunks: The numbers of stages and of micro-batches.
         recomputed: For each stage an integer k: it recomputes the first k micro-batches. Empty
             while they are not known.
         order: The schedule, with whole or with split backwards.
-        balance: The number of layers in each stage; empty while it is not known.
         weights: Where the weights are between their uses.
         offload: Whether activations wait on the host, or how many micro-batches of each stage;
             ``"auto"`` while they are to be as few as fit.
@@ -41,7 +39,6 @@ class PlannedSettings(NamedTuple):
 
     @property
     def activation_checkpointing(self) -> int | list[int] | Literal["always", "never"]:
-        """The argument for the engine."""
         number, *others = {*self.recomputed}
         if others:
             return list(self.recomputed)
@@ -51,7 +48,6 @@ class PlannedSettings(NamedTuple):
 
     @property
     def offload_activations(self) -> bool | list[int]:
-        """The argument for the engine."""
         if isinstance(self.offload, tuple):
             return any(self.offload) and list(self.offload)
         return bool(self.offload)

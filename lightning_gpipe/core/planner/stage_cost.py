@@ -50,10 +50,7 @@ class MicroBatchCost(NamedTuple):
 def costs_of(
     profile: ModelProfile, balance: Sequence[int], rows: int, *, split: bool = False
 ) -> list[MicroBatchCost]:
-    """Return the costs of each stage of a balance.
-
-    With ``split``, backwards are in two parts where a stage before waits for them.
-    """
+    """Return the costs of each stage; ``split`` divides backwards for which another stage waits."""
     if split and not profile.split:
         raise ValueError(
             "backwards that are split must have been measured so: got a profile without. Measure "
