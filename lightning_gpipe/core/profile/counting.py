@@ -112,10 +112,8 @@ class LayerCounter:
     Attributes:
         costs: The bytes that each layer saves, and the costs of a run.
         sizes, saved: The bytes that layers hand to later ones, and those first saved there.
-        output: The bytes of the outputs of the last layer.
         waited: For each layer, whether any of its inputs requires a gradient.
-        kinds: For each layer, the number of its kind, of which all take as long, and its place
-            among the layers of that kind.
+        kinds: For each layer, the number of its kind, and its place among the layers of that kind.
         alike: The number of layers of each kind.
         outputs: The outputs of a run of each kind, where layers are repeated.
     """

@@ -40,11 +40,8 @@ _SECONDS = 3.0  # in all rounds, after which there is none more if more than the
 class Rounds:
     """The measurements of all layers, each of which is a stage.
 
-    Args:
-        microbatches: Micro-batches by their number of rows.
-        empty: A stage without layers: its time is the overhead, which a stage of several layers has
-            once.
-        split: Whether to measure backwards in two parts, too.
+    The time of ``empty``, a stage without layers, is the overhead, which a stage of several has
+    once. ``microbatches`` are by numbers of rows. ``split``: measure backwards in two parts, too.
     """
 
     program: Program
@@ -110,7 +107,6 @@ class Rounds:
         )
 
     def _round(self, visit: Callable[[Stage, int, Flow], None]) -> None:
-        """Visit each layer, in order, with a micro-batch of each size."""
         flows = {
             rows: Flow(microbatch, self.program, self.device)
             for rows, microbatch in self.microbatches.items()
@@ -163,14 +159,10 @@ class Rounds:
 
 
 class Times:
-    """The times of a stage for micro-batches of one size, in several rounds.
+    """The times of a stage for micro-batches of one size, in several rounds with these ``totals``.
 
-    Args:
-        gradients: The gradients that are alive; they get those of the stage.
-        split: Whether to measure backwards in two parts, too.
-
-    Attributes:
-        totals: The times of each round together.
+    The ``gradients`` that are alive get those of the stage. ``split``: measure backwards in two
+    parts.
     """
 
     def __init__(self, meter: Meter, gradients: list[Tensor], *, split: bool) -> None:

@@ -90,7 +90,6 @@ class Flow:
         return join([self._main, *(self._by_route.pop((route.name, j)) for route in routes)])
 
     def leave(self, outputs: FlatTree, routes: Sequence[Route]) -> None:
-        """Put the outputs of a stage on their way."""
         self._main, *others = parted(outputs, 1 + len(routes))
         for route, tree in zip(routes, others, strict=True):
             self._by_route[route.name, route.target] = tree
@@ -105,7 +104,6 @@ class Flow:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all values."""
         return sum(map(_bytes, (self._main, *self._by_route.values())))
 
     @property
