@@ -42,10 +42,9 @@ _FAR = 5.0  # times the effect of rounding is a fault; correct models reached 2.
 class Deviation(NamedTuple):
     """The distance of one value of the pipelined run from that of the plain one.
 
-    Attributes:
-        absolute: The largest difference of an element.
-        relative: The same as a share of the largest value; infinite if the two must be equal.
-        mismatch: Why the two cannot be subtracted; empty if they can.
+    ``absolute`` is the largest difference of an element, ``relative`` the same as a share of the
+    largest value, infinite if the two must be equal; ``mismatch`` says why they cannot be
+    subtracted.
     """
 
     name: str
@@ -86,8 +85,7 @@ def beyond(
 ) -> list[Deviation]:
     """Return the deviations that are more than rounding, in order.
 
-    A deviation that is not much larger than that of a ``perturbed`` plain run, to which rounding
-    errors were added, counts as rounding too.
+    One that is not much larger than in a ``perturbed`` plain run counts as rounding too.
     """
     effects = [] if perturbed is None else deviations(plain, perturbed)
     finite = [effect.relative for effect in effects if math.isfinite(effect.relative)]

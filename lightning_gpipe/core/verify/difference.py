@@ -65,8 +65,7 @@ class Difference:
             output, parameter or buffer it is; None if unknown.
         suspects: The indices of the layers of which one is the cause.
         value: Its description, for a message.
-        reason: Why it may differ, and how to find other differences; None if there is no known
-            reason.
+        reason: Why it may differ, and how to find other differences, if known.
     """
 
     kind: str
@@ -80,11 +79,8 @@ class Difference:
 class Comparison(NamedTuple):
     """The comparison of a run with a plain one.
 
-    Attributes:
-        compared: The deviation of each value, by kind.
-        tolerance: The largest relative deviation that counts as rounding.
-        difference: The first value that deviates by more, or None.
-        unrepeatable: The first one that does so between two plain runs, or None.
+    ``difference`` is the first value that deviates by more than ``tolerance``, the largest relative
+    deviation by rounding; ``unrepeatable`` the first that does so between two plain runs.
     """
 
     compared: Mapping[str, list[Deviation]]
@@ -97,9 +93,7 @@ class Comparison(NamedTuple):
 class DifferenceSearch:
     """Searches for the first difference between two runs, with the unit of an output.
 
-    With a ``perturbed`` run, see :func:`~lightning_gpipe.core.verify.compare.beyond`. ``tolerance``
-    is the largest relative deviation that counts as rounding, ``titles`` are the names of the
-    units, ``reason`` is the known reason for a difference.
+    ``titles`` are the names of the units; ``reason`` is a known reason for a difference.
     """
 
     tolerance: float
@@ -136,7 +130,6 @@ class DifferenceSearch:
         return Difference(kind, deviation, None, range(0), value, self.reason)
 
     def first_unrepeated(self, plain: Run, again: Run) -> Difference | None:
-        """Return the first deviation between two plain runs that is more than rounding."""
         return self.first(plain, again)
 
     def _kind(

@@ -42,8 +42,7 @@ _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 class WholeCall:
     """A call of a module in whose forward pipelines run: those of the ``piped_modules``.
 
-    Attributes:
-        titles: The names of each layer that programs of the forward call, one for each call.
+    ``titles`` has the names of layers that programs of the forward call, one for each call.
     """
 
     module: nn.Module
@@ -68,7 +67,6 @@ class WholeCall:
         return replace(self, args=args, kwargs=kwargs, thin=True)
 
     def record(self, piped: PipedModule, program: Program) -> None:
-        """Record the calls of layers in a program of the forward."""
         named = dict(piped.root.named_modules())
         for part in program.parts:
             for step in part.steps:
@@ -90,7 +88,6 @@ class WholeCall:
             return search.compare(plain, pipelined, partial(self._own_run, pipelined))
 
     def isolated(self) -> Manager:
-        """Restore at the end of a ``with`` block what calls have changed."""
         return isolated(self.module.modules(), self.pipelines)
 
     @property

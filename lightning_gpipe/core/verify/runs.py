@@ -98,7 +98,7 @@ def run_together(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: b
 def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool = False) -> Run:
     """Run the units one after another on the whole batch, each on its stage's device.
 
-    With ``perturb``, rounding errors are added to what a unit returns.
+    With ``perturb``, rounding errors are added to their outputs.
     """
     change = perturbing()
     x, leaves = copied(input)

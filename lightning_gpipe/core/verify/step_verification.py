@@ -149,7 +149,6 @@ class StepRuns:
         self._drew = False
 
     def by_micro_batch(self, schedule: ByMicroBatch | Sequence[Sequence[int]]) -> Run:
-        """Run the step for each micro-batch, and record the losses."""
         with isolated(self.modules, [self.pipeline.only]):
             outcome = self.pipeline.by_micro_batch(
                 self.step, self._copy(), schedule=schedule, around=self.around, scale=self.scale
@@ -163,8 +162,8 @@ class StepRuns:
     def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
         """Run the step on the whole batch, with rounding errors added to outputs of layers or not.
 
-        The layers are verified if there is a list for the results, ``parities``; or else they run
-        on the whole batch, too.
+        The layers are verified if there is a list for ``parities``; or else they run on all of it,
+        too.
         """
         with isolated(self.modules, [self.pipeline.only]), ExitStack() as stack:
             if self.thin:
@@ -183,8 +182,7 @@ class StepRuns:
     def reason(self) -> str | None:
         """Return why a step for each micro-batch may differ, if that is known.
 
-        Layers that are verified run in micro-batches in both, of the same rows if these are equally
-        many.
+        Verified layers run in micro-batches both ways, of the same rows if these are equally many.
         """
         stages = self.pipeline.stages if self._even and not self.thin else ()
         same = {module for stage in stages for module in stage.modules}

@@ -20,12 +20,7 @@ from lightning_gpipe.core.verify.named_values import unpacked
 
 
 class VerifiedUnit(NamedTuple):
-    """A layer of an nn.Sequential, or a stage of another program.
-
-    Attributes:
-        name, title: The path in the program's module, and the name in messages.
-        stage: The index of the stage that runs it, which may be in another process.
-    """
+    """A layer of an nn.Sequential, or a stage of another program; maybe of another process."""
 
     name: str
     title: str
@@ -34,14 +29,9 @@ class VerifiedUnit(NamedTuple):
 
 
 class VerifiedProgram:
-    """A pipeline and a program of it.
+    """A pipeline and a program of it, in units: layers of an nn.Sequential, or stages.
 
-    ``sequential`` is the nn.Sequential whose layers the program calls; None for another program.
-
-    Attributes:
-        devices: The device of each worker of this process.
-        kind: ``"layer"`` or ``"stage"``.
-        module: The module that holds the units.
+    ``devices`` are those of workers of this process; ``module`` holds the units.
     """
 
     def __init__(
@@ -67,7 +57,6 @@ class VerifiedProgram:
         return unpacked(self.pipeline.run_program(self._program, values, stacked=stacked))
 
     def walk(self, input: Any, visit: Visit) -> Any:
-        """Run the units on the whole input, each by ``visit``."""
         stages = [self.pipeline.stages[unit.stage] for unit in self.units]
         return unpacked(walk_program(stages, self._by_unit, self._values(input), visit))
 

@@ -179,10 +179,7 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
 def compare_everywhere(
     pipeline: Pipeline, search: DifferenceSearch, plain: Run, other: Run, rerun: Rerun
 ) -> Comparison:
-    """Compare two runs in all processes, which make more plain runs if any finds a difference.
-
-    Other arguments are as of :meth:`DifferenceSearch.compare`.
-    """
+    """Compare two runs in all processes, which make more plain runs if any finds a difference."""
     layout, everywhere = pipeline.layout, pipeline.engine.everywhere
     if not layout.spread:
         return search.compare(plain, other, rerun)
@@ -200,13 +197,8 @@ class FirstBatchVerifier:
     """Verifies the first run of each pipeline of a model, in training mode with gradients.
 
     A module whose forward makes the programs is verified with its whole call, if it is called; not
-    where another module loops over its blocks.
-
-    Args:
-        modules: The modules that run as pipelines.
-        on_result: Called with the result of each verification.
-        sample: Whether only whole calls are verified, with a few of their rows, and only what
-            differs is a result.
+    where another module loops over its blocks. ``sample``: verify only whole calls, with a few of
+    their rows, and give ``on_result`` only differences.
     """
 
     def __init__(
