@@ -153,10 +153,7 @@ _LINES = 8  # with more devices, the range is drawn: the lines could not be told
 
 
 def plan_picture(prediction: Prediction) -> Figure:
-    """Draw the predicted timeline, and the memory of each device over time.
-
-    Raises an ImportError if matplotlib is not installed.
-    """
+    """Draw the predicted timeline, and the memory of each device over time, with matplotlib."""
     check_can_draw()
     from matplotlib.figure import Figure
 

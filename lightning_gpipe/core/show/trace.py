@@ -36,9 +36,8 @@ def trace_of(
 ) -> dict[str, Any]:
     """Return a trace as a value for ``json.dump``.
 
-    Args:
-        runs: The layout and the actions of each mini-batch, including the caller's.
-        caller: The activities of the caller's thread, on the same clock.
+    ``runs`` have the layout and all actions of each mini-batch, ``caller`` the activities of the
+    caller's thread, on the same clock.
     """
     runs = list(runs)
     starts = [span.start for _, spans in runs for span in spans] + [x.start for x in caller]
@@ -77,7 +76,6 @@ def _event(phase: str, name: str, thread: int, **fields: Any) -> dict[str, Any]:
 
 
 def _during(activity: Slice | Span, begin: float) -> dict[str, int]:
-    """The time of a complete event."""
     start, end = _micro(activity.start - begin), _micro(activity.end - begin)
     return {"ts": start, "dur": end - start}
 
