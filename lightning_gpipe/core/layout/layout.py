@@ -217,9 +217,8 @@ class Layout:
 class Tie(NamedTuple):
     """A parameter that processes share with one another, or use around the stages too.
 
-    Attributes:
-        home: The stage whose process has the values; the caller's place, -1, if each process has.
-        followers: The stages of other processes that have it; all that do, if each process has.
+    ``home`` is the stage whose process has the values, or the caller's place, -1, if each process
+    has; ``followers`` are stages of other processes that have the parameter, or all then.
     """
 
     parameter: nn.Parameter
