@@ -41,8 +41,7 @@ class Part:
     Attributes:
         takes: The values that come with the micro-batch, in order.
         gives: The values that go to the next stage with it; for the last stage, the outputs.
-        arriving: The routes of values from other places than the previous stage.
-        leaving: The routes of values to other places than the next stage.
+        arriving, leaving: The routes of other values.
         drops: For each step, the values that nothing needs after it.
         runs: The number of mini-batches that ran it.
     """
@@ -120,7 +119,6 @@ class Program:
         return zlib.crc32(repr(constants).encode(), self.fingerprint)
 
     def title_of(self, number: int) -> str:
-        """Return the title of the step that makes a value, for errors."""
         return next(step.title for step in self._steps if step.value == number)
 
     def __str__(self) -> str:

@@ -51,7 +51,6 @@ class Route(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of the values that it carries."""
         assert isinstance(self.name, Values), "a skip tensor has no number"
         return self.name.numbers
 

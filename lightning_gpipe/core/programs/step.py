@@ -34,7 +34,6 @@ class Step:
     """One call.
 
     Attributes:
-        run: The function or module that is called.
         args, kwargs: Its arguments: constants, placeholders for values, and tuples, lists, dicts
             and slices of both.
         value: The number of its result.
@@ -152,14 +151,10 @@ _FIRST = 4  # the line of the first step
 
 
 class Function:
-    """Calls steps in order.
+    """Calls steps in order, and ``after`` each if all are layers.
 
-    Args:
-        drops: For each step, the values that nothing needs after it.
-        inputs, outputs: The values that come and go with the micro-batch, then those of each route.
-
-    Attributes:
-        names_layers: Whether it calls ``after``: all steps are layers.
+    ``drops`` has for each step the values that nothing needs after it; ``inputs`` and ``outputs``
+    are those that come and go with the micro-batch, then those of each route.
     """
 
     def __init__(
