@@ -18,12 +18,7 @@ from lightning_gpipe.core.schedules.placement import check_for_each_stage, is_nu
 
 
 class WeightMoves(NamedTuple):
-    """The moves at one action, as indices of stages.
-
-    Attributes:
-        loads: The stages whose weights begin to come before the action.
-        drops: The stages whose weights leave after it.
-    """
+    """The stages whose weights begin to come before an action, or leave after it."""
 
     loads: tuple[int, ...] = ()
     drops: tuple[int, ...] = ()

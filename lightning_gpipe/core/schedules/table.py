@@ -135,7 +135,6 @@ def schedule_for(
     Args:
         schedule: The name of the schedule, or a block, which must fit the placement.
         m: The number of micro-batches; a short mini-batch may have fewer than others.
-        placement: The worker of each stage.
         recomputed: An integer k: the first k micro-batches drop their activations; or one for each
             stage.
         split: Whether the gradients of the weights are an action of their own.
