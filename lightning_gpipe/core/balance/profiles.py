@@ -94,7 +94,7 @@ class LayerProfile:
         return held + self.optimizer_bytes + self.buffer_bytes
 
     def time(self, rows: int, *, split: bool = False) -> float:
-        """Return the time of a micro-batch with so many rows, forward and backward.
+        """Return the time of a micro-batch of ``rows`` rows, forward and backward.
 
         The parts of a split backward count if they were measured.
         """

@@ -135,7 +135,7 @@ def _best(
 
 
 def _shortest(costs: LayerCosts, places: Sequence[Place], layers: int) -> int:
-    """Return a lower bound of the time of runs of so many layers or more."""
+    """Return a lower bound of the time of a run of at least ``layers`` layers."""
     speed = max(place.speed for place in places)
     times = _whole([time / speed for time in costs.times], _second(costs, places))
     return int(_sums(times, layers)[layers:, -1].min())

@@ -3,9 +3,10 @@
 Most changes of a block are no block: two actions of a worker would start in the same cycle, or one
 before another that it needs. Here any change is a block again. The actions of a micro-batch are a
 *chain*: F through the stages, B back through them, and each W, which follows its B. Each waits for
-so many clock cycles after the one before, and starts in the next cycle that its worker has free in
-all micro-batches. A move changes a wait or two, and is taken if the block is no worse: moves among
-equally good blocks matter, as the time changes in steps. The search climbs from several blocks.
+a number of clock cycles after the one before, and starts in the next cycle that its worker has free
+in all micro-batches. A move changes a wait or two, and is taken if the block is no worse: moves
+among equally good blocks matter, as the time changes in steps. The search climbs from several
+blocks.
 
 Source: Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible
 Schedule Search" (2024), for the search for what repeats, with a solver.
@@ -59,7 +60,7 @@ class BlockSearch:
             yield block
 
     def block(self, waits: Sequence[int]) -> Block:
-        """Return the block in which the actions of the chain wait for so many cycles, or longer."""
+        """Return the block in which the actions of the chain wait for at least these cycles."""
         occupied: list[set[int]] = [set() for _ in self.memory]
         columns = [[0] * len(self.placement) for _ in range(2 + self.split)]
         now = -1

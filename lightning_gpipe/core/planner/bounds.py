@@ -15,7 +15,7 @@ from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, si
 
 @dataclass(frozen=True)
 class LowerBounds:
-    """The bounds of the candidates of a search, and what of its devices and profiles they take."""
+    """Lower bounds for the candidates of a search, by its profiles and devices."""
 
     profiles: Sequence[ModelProfile]
     places: Sequence[Place]

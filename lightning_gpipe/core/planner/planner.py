@@ -91,28 +91,18 @@ def plan_for(
 ) -> Plan:
     """Return the plan with the least predicted time of those that fit the devices.
 
+    Arguments that are not here are those of :func:`lightning_gpipe.plan`.
+
     Args:
         profiles: The costs of the layers; of several profiles, measured with micro-batches of
             different sizes, the one with the nearest number of rows is used.
-        places: The devices of a pipeline: their speeds and memory.
-        stages: The number of stages; None allows up to one per device.
-        balance: The number of layers in each stage, with one or several stages on each device; None
-            finds the best one.
-        chunks: The number of micro-batches; None tries the powers of two.
         most: The most micro-batches to try; None tries as many as there are rows.
-        activation_checkpointing: Which micro-batches are recomputed; None finds as few as fit, for
-            each stage.
-        schedule: The schedule; ``"auto"`` chooses also among those in which each micro-batch has a
-            loss of its own. Others are among the alternatives.
-        split_backward: Whether backwards are split, if measured in two parts; None chooses.
-        around: The stage whose device has the modules around the layers.
         weights: Where the weights may be between their uses: ``"device"``, ``"host"`` or both, of
             which the host is taken only if nothing else fits.
         offload: What of the activations may wait on the host: False nothing, True all, numbers of
             micro-batches of each stage, ``"auto"`` as few as fit.
         sharding: What may be divided among replicas, the least first, of which more is taken only
             if less does not fit.
-        replicas: The number of pipelines, on devices like these.
         every_device: Whether each device must have a stage.
 
     Raises:

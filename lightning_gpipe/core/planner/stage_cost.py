@@ -85,7 +85,7 @@ def costs_of(
 
 
 def _total(rows: int, costs: Iterable[LinearCost | None]) -> float:
-    """Return the sum of costs of a micro-batch with so many rows; None was not measured."""
+    """Return the sum of the costs of a micro-batch; None was not measured."""
     return sum(cost.at(rows) for cost in costs if cost)
 
 

@@ -243,7 +243,7 @@ def _needs_load(worker: Indices, j: Numbers) -> NDArray[np.bool_]:
 
 
 def _shifted(numbers: NDArray[np.integer], by: int) -> NDArray[np.integer]:
-    """Return the number so many places before each, or -1."""
+    """Return the number ``by`` places before each, or -1."""
     return np.append(np.full(by, -1), numbers)[: len(numbers)]
 
 

@@ -45,7 +45,7 @@ class Meter:
 
 @cache
 def host_speed(device: torch.device, size: int) -> float:
-    """Return the bytes per second of a copy of so many bytes from pinned memory to a GPU."""
+    """Return the bytes per second of a copy of ``size`` bytes from pinned memory to a GPU."""
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     there, meter = torch.empty_like(host, device=device), Meter(device)
     copy = partial(there.copy_, host, non_blocking=True)

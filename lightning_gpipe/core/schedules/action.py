@@ -22,7 +22,7 @@ class Kind(Enum):
 
     A whole backward computes the gradients of a stage's inputs and those of its parameters. Where
     it is split, B computes the former, which another stage waits for, and W the latter, for which
-    nobody waits.
+    no action waits.
 
     Attributes:
         letter: The abbreviation in a table.

@@ -68,7 +68,7 @@ Visit = tuple[int, int]  # a micro-batch and a stage
 
 
 def check_offload_activations(value: OffloadActivations, stages: int | None = None) -> None:
-    """Refuse what is no bool and no list of numbers, one for each stage."""
+    """Refuse a value that is neither a bool nor a list of numbers, one for each stage."""
     if isinstance(value, bool):
         return
     numbers = list(value) if isinstance(value, list | tuple) else []

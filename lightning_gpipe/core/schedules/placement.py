@@ -50,7 +50,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for an integer that is no bool."""
+    """Return True for an integer, but not for a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -12,9 +12,10 @@ cycles later as a worker has actions in the block. So 1F1B on four devices is::
     stage 2 | .  .  F0 .  F1 B0 F2 B1 F3 B2
     stage 3 | .  .  .  F0 B0 F1 B1 F2 B2 F3
 
-Two actions of a worker have never the same start, and each starts after those that it needs. So by
-their starts all actions are a sequence that a single thread can run, and no number of micro-batches
-deadlocks. A worker takes only the order from it: it runs each action as early as it can.
+No two actions of a worker have the same start, and each starts after those that it needs. Ordered
+by their starts, the actions are a sequence that a single thread can run, so there is no deadlock
+for any number of micro-batches. A worker takes only the order: it runs each action as early as it
+can.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class ScheduleKind(NamedTuple):
         return schedule_for(self.schedule, m, placement, recomputed=recomputed, split=self.split)
 
     def placement(self, stages: int, devices: int) -> tuple[int, ...]:
-        """Return the worker of each stage, on so many devices or fewer."""
+        """Return the worker of each stage, on at most ``devices`` devices."""
         if self.definition.folded:
             return folded(stages, stages // 2)
         return looped(stages, min(stages, devices))

@@ -185,7 +185,7 @@ def even_sizes(rows: int, chunks: int) -> list[int]:
 
 
 def split_rows(batch: Any, sizes: list[int], dim: Dim = 0) -> list[Any]:
-    """Split ``batch``, whose lists with an entry per row are marked, into so many rows each."""
+    """Split ``batch``, whose lists with an entry per row are marked, into pieces of these sizes."""
     flat = tree_flatten(batch)
     dims = [0] * len(flat.leaves) if dim == 0 else _dims_of(batch, dim)
     pieces = [_pieces(leaf, sizes, k) for leaf, k in zip(flat.leaves, dims, strict=True)]

@@ -1,8 +1,9 @@
 """Deferred batch norm: running statistics per mini-batch, not per micro-batch.
 
 A batch norm that runs on micro-batches updates its running statistics once for each of them, and
-again in a recomputation. torchgpipe sums x and x² over a fixed number of micro-batches, which loses
-digits to cancellation, gives the biased variance, and is wrong for fewer micro-batches.
+again in a recomputation: the trained model differs from the plain one, without an error. torchgpipe
+sums x and x² over a fixed number of micro-batches, which loses digits to cancellation, gives the
+biased variance, and is wrong for fewer micro-batches.
 
 Here a batch norm still normalises by micro-batch, or by the rows of all replicas, but records the
 mean and the unbiased variance of its input, though not in a recomputation. These are merged after

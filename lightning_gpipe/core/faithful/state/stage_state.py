@@ -54,6 +54,7 @@ class ModuleState(NamedTuple):
                 behavior.changed_attributes, behavior.edited_parameters = changed, edited
 
     def restore(self) -> None:
+        """Restore the state after a run, instead of a comparison; raise if something is lost."""
         self.buffers.restore()
         if self.parameters is not None:
             self.parameters.restore()

@@ -54,7 +54,7 @@ class Block:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for blocks that return the same structure for arguments of the same kind.
+        """A key of blocks that return the same structure for arguments of the same kind.
 
         Classes and flags count, indices and sizes do not.
         """

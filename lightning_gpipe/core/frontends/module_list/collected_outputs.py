@@ -34,7 +34,7 @@ class Collector:
 
     @property
     def kind(self) -> Hashable:
-        """Equal if hooks append as many values to each list."""
+        """A key that is equal if hooks append as many values to each list."""
         # The first hidden state is collected with the input of its block; which others are may
         # depend on their indices.
         lengths = self._lengths

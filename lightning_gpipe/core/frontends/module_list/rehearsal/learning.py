@@ -179,7 +179,7 @@ class CacheRule:
     """Decides about objects that blocks fill, such as the caches of keys and values.
 
     Micro-batches would fill a cache over one another. Without gradients the mini-batch runs in one
-    micro-batch, which fills it as the plain model does. With gradients nobody reads a cache: blocks
+    micro-batch, which fills it as the plain model does. With gradients a cache is not read: blocks
     get None, as in libraries that recompute layers. ``spread``: other processes have blocks too,
     which fill objects of their own.
     """
@@ -240,7 +240,7 @@ def _named(call: RecordedCall, paths: Collection[Path]) -> str:
 
 
 def kind_of_call(call: RecordedCall, arguments: Arguments) -> Hashable:
-    """Equal for calls that return the same structure, and cut their arguments in the same way."""
+    """Return a key of calls with one structure of results, and arguments cut in the same way."""
     leaves = [_kind_of(leaf) for _, leaf in arguments.leaves]
     if not call.modules:  # an operator, to which dims and indices make a difference
         leaves += [str(leaf) for _, leaf in arguments.leaves if type(leaf) in (int, slice)]

@@ -190,7 +190,7 @@ class Rehearsal:
     def _run(
         self, readings: Readings, few: int | None = None, probe: Sequence[int] | None = None
     ) -> Trial:
-        """Run the call on a few rows, by default :attr:`few`, of everything.
+        """Run the call on a few rows, by default ``few``, of everything.
 
         With ``probe``, on those of these rows, after all were made different from one another.
         """

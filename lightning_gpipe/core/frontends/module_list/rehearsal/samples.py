@@ -205,7 +205,7 @@ class Samples:
         return self.rehearse(call.stage, run)
 
     def _kind(self, number: int) -> tuple[int, tuple[torch.Size, ...]]:
-        """Equal for calls that return values of the same shapes."""
+        """Return a key that is equal for calls that return values of the same shapes."""
         step = self.tape.steps[number]
         leaves = (leaf for _, leaf in leaves_in((step.args, dict(step.kwargs))))
         shapes = tuple(self[leaf.number].shape for leaf in leaves if isinstance(leaf, Value))

@@ -129,7 +129,7 @@ def checked_result(
 ) -> Any:
     """Return the tensor that a call returned in a stage, or the leaves of its tree.
 
-    ``objects`` are arguments that are no tensors, which may be returned.
+    ``objects`` are the arguments other than tensors, which may be returned.
     """
     if expected.single and type(result) is Tensor:
         return result

@@ -46,7 +46,7 @@ class OutsideTensor:
 
     @cached_property
     def key(self) -> tuple[int, Reading | None]:
-        """Equal for those that accept the same tensors."""
+        """A key that is equal for those that accept the same tensors."""
         return self.source, self.learned_reading
 
     def fits(self, tensor: Tensor) -> bool:
