@@ -45,7 +45,11 @@ def stage_costs(
 def recomputing(
     places: Sequence[Place], profile: ModelProfile, mode: ActivationCheckpointing
 ) -> list[Place]:
-    """Return the places with the recomputation of their stages, one micro-batch at a time."""
+    """Return the places with the recomputation of their stages.
+
+    Of micro-batches that are recomputed, one is alive at a time. What is extra for a micro-batch is
+    the share of them.
+    """
     m = profile.chunks
     numbers = recomputed_by_stage(mode, m, len(places))
     return [
@@ -142,7 +146,10 @@ def shift_for(
 
 
 def _speeds(costs: Sequence[float], busy: Sequence[float], placement: Sequence[int]) -> list[float]:
-    """Return the cost that each worker runs per unit of time, or else the mean."""
+    """Return the speed of each worker: the cost that it runs in a unit of time.
+
+    The speed of a worker whose layers cost nothing is the mean.
+    """
     workers = max(placement) + 1
     cost, time = [0.0] * workers, [0.0] * workers
     for j, worker in enumerate(placement):

@@ -106,7 +106,10 @@ class Place:
 
 
 def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:
-    """Count the elements of each layer's parameters; a shared one counts for its first layer."""
+    """Count the elements of each layer's parameters.
+
+    A parameter that several layers share is counted in the first of them, whose stage owns it.
+    """
     seen: set[nn.Parameter] = set()
     costs = []
     for layer in layers:

@@ -185,7 +185,11 @@ def map_nodes(function: Callable[[str, Any], Any], tree: Any, chosen: Callable[[
 def _with_paths(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the path and the value of each leaf; children of a class without keys are numbered."""
+    """Yield the path and the value of each leaf.
+
+    PyTorch's own function refuses a class that is registered without the keys of its children. They
+    are numbered here.
+    """
     node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(tree))
     if node is None or (is_leaf is not None and is_leaf(tree)):
         yield path, tree

@@ -5,8 +5,9 @@ recomputation: all must be undone, however the run ends. Ctrl-C can come before 
 or while changes are undone. So a change is recorded before it is made, undoing is idempotent, and
 an interrupted undo is repeated before the next mini-batch.
 
-When a run has failed, a worker may still be in the middle of a layer, for which the caller must not
-wait. So it abandons the journal: it undoes the changes itself, and the worker cannot make any more.
+When a run has failed, a worker may still be in the middle of a layer. The caller must not wait for
+it, nor find shadows in place of parameters. So it abandons the journal: it undoes the changes
+itself, and the worker cannot make any more.
 """
 
 from __future__ import annotations

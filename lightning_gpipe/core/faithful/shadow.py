@@ -1,12 +1,13 @@
 """Leaves that replace a module's parameters while micro-batches run.
 
-A parameter's gradient must arrive once per backward, or hooks fire too often, data parallelism
-breaks and ``torch.autograd.grad(loss, params)`` cannot work. To add up the gradients of
-micro-batches afterwards would need memory for a second set of them.
+A parameter's gradient must arrive once per backward, after all micro-batches, or hooks fire too
+often, data parallelism breaks and ``torch.autograd.grad(loss, params)`` cannot work. So micro-batch
+graphs must not end in the parameters. To add up the gradients of micro-batches afterwards would
+need memory for a second set of them.
 
-A shadow is a leaf that aliases a parameter's storage and its version counter. The graphs of all
-micro-batches end in the shadows, autograd adds the gradients up in place, and ``shadow.grad`` is
-passed to the parameter at the end without a copy.
+A shadow is a leaf that aliases a parameter's storage and its version counter, with its class and
+attributes. The graphs of all micro-batches end in the shadows, autograd adds the gradients up in
+place, and ``shadow.grad`` is passed to the parameter at the end without a copy.
 
 A parameter that stages on several devices share is on one of them, its home. On the others its
 shadow is a copy, made anew for every mini-batch, whose gradients are added to that at home. Where
@@ -156,7 +157,6 @@ class Shadows:
         return journal.changed([(vars(self), "in_place", True), *self._swaps, *frozen])
 
     def shadow_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the shadow of one of :attr:`parameters`."""
         return self._of[id(parameter)][1]
 
     @property

@@ -36,8 +36,8 @@ def choose_devices(
 ) -> list[torch.device]:
     """Return the device of each worker, for pipelines with these numbers of stages.
 
-    By default as many GPUs as divide the numbers of stages, or without a GPU as many CPU threads.
-    Warns if it uses one of several GPUs.
+    None chooses as many GPUs as divide the numbers of stages, or without a GPU as many CPU
+    threads, and warns if it uses one of several GPUs.
     """
     if devices is None:
         common = gcd(*stages)
@@ -169,7 +169,10 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
 
 @contextmanager
 def replaceable(*modules: nn.Module) -> Iterator[None]:
-    """Let the parameters of recurrent layers, which have weak references, be swapped in PyTorch."""
+    """Let the parameters of recurrent layers be swapped, in a ``with`` block.
+
+    PyTorch does not swap parameters with weak references, as these layers have.
+    """
     recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []

@@ -37,8 +37,9 @@ class RunProgram(Protocol):
     ) -> list[Any]:
         """Run a program; return its outputs, in order, merged over the micro-batches.
 
-        Tensors in ``values``, which are pytrees, are cut by rows unless they are marked by
-        :func:`~lightning_gpipe.whole`. ``chunks`` is by default that of the facade.
+        The program has as many stages as there are partitions. Tensors in ``values``, which are
+        pytrees, are cut by rows unless they are marked by :func:`~lightning_gpipe.whole`.
+        ``chunks`` is by default that of the facade.
         """
 
 

@@ -1,8 +1,8 @@
 """Makes a module run as a pipeline while it stays the same object.
 
 A wrapper would change the keys of its state dict, a replacement would lose its class, hooks and
-other methods, and threads stored in it would break ``copy.deepcopy`` and ``torch.save``. So it gets
-an instance attribute ``forward``, which is not copied with it.
+other methods, and threads stored in it would break ``copy.deepcopy`` and ``torch.save``. So the
+module gets an instance attribute ``forward``, which is not copied with it.
 """
 
 from __future__ import annotations

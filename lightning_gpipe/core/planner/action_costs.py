@@ -35,8 +35,8 @@ class ActionCosts:
         recomputed: The number of micro-batches that each stage recomputes, which are the first.
         places: The device of each stage.
         transfers: The times in which the weights of each stage come from the host, and in which
-            their gradients go there, as an array of shape (stages, 2); empty if they are on the
-            devices.
+            their gradients go there; empty if they are on the devices. The attribute is an array of
+            shape (stages, 2), or None.
         offloaded: The share of each stage's micro-batches whose activations wait on the host.
         under_way: Of these, how many each stage has on its device at once.
     """

@@ -17,6 +17,7 @@ class Memory(NamedTuple):
     Attributes:
         parameters, gradients, optimizer, buffers: The static bytes, whatever runs.
         activations: The tensors saved for backward, without the boundaries.
+        boundaries: The inputs from other stages, kept until their backward.
         outputs: The outputs of the pipeline, on the device with the modules around it: of all
             micro-batches or, where each has a loss of its own, of one.
     """

@@ -96,7 +96,6 @@ class Prediction:
 
     @property
     def missing(self) -> list[float]:
-        """The bytes that each stage's device lacks."""
         return [stage.missing for stage in self.stages]
 
     @cached_property

@@ -77,7 +77,6 @@ class PlanSearch:
     predictions: dict[Hashable, Prediction] = field(default_factory=dict, repr=False, compare=False)
 
     def is_measured(self, order: ScheduleKind) -> bool:
-        """Return True if the times of the schedule's actions were measured."""
         return not order.split or all(profile.split for profile in self.profiles)
 
     @property
@@ -122,7 +121,6 @@ class PlanSearch:
         return sorted({min(m, self.rows) for m in tried})
 
     def fastest(self, candidates: Iterable[PlannedSettings]) -> Prediction | None:
-        """Return the prediction with the least time of those that fit; None if none does."""
         hopeful = [each for each in candidates if self._bounds.excess(each) <= 0]
         simplest = sorted(hopeful, key=_complexity)
         heap = [(self._bounds.time(each), place, False) for place, each in enumerate(simplest)]

@@ -82,11 +82,9 @@ class PlannedSettings(NamedTuple):
 
     @property
     def places(self) -> tuple[Weights, bool, ShardingName | None]:
-        """The settings that say where things are."""
         return self.weights, bool(self.offload), self.sharding
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the arguments as numbers, strings and lists, for JSON."""
         return {
             "balance": list(self.balance),
             "chunks": self.chunks,

@@ -31,7 +31,7 @@ class _Unlike(Exception):
 def key_of(stage: Stage, part: Part, inputs: FlatTree, *, numbered: bool = True) -> Hashable:
     """Return a key equal for layers that cost the same; unique for one that cannot be compared.
 
-    Unless ``numbered``, attributes may have the layers' own numbers.
+    Unless ``numbered``, layers may differ in attributes that have their own numbers.
     """
     try:
         return _key(stage, part, inputs, numbered)

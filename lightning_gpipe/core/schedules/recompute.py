@@ -2,8 +2,8 @@
 
 A stage keeps only the inputs of a micro-batch that is recomputed, so the activations of one such
 micro-batch are alive at a time. The *last* micro-batch is the first in backward, so keeping its
-activations costs little: hence the default, ``"except_last"``. Stages that hold few micro-batches
-at once, or few bytes, may have room for all activations.
+activations costs little: hence the default, ``"except_last"``. Stages need not recompute alike:
+those that hold few micro-batches at once, or few bytes, may have room for all activations.
 
 The activations are dropped by freeing the graph after forward, not by running forward without
 gradients: so both forwards use the same kernels and compute the same numbers.

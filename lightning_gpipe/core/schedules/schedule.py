@@ -121,7 +121,7 @@ class Schedule:
 
     @cached_property
     def with_gradients(self) -> Schedule:
-        """Add to the schedule that gradients of each stage go home after its last backward."""
+        """Return the schedule in which each stage's gradients go home after its last backward."""
         phases = (tuple(tuple(_with_gradients(row)) for row in rows) for rows in self.phases)
         return replace(self, phases=tuple(phases))
 

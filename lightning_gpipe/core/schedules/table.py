@@ -1,7 +1,8 @@
 """The table of schedules.
 
-A new one is a function of the rows of its workers, an entry in ``SCHEDULES`` and a name in
-``ScheduleName``. A block of a user has an entry too, which :func:`definition_of` makes.
+An entry has all that the rest of the package asks of a schedule. So a new one is a function of the
+rows of its workers, an entry in ``SCHEDULES`` and a name in ``ScheduleName``. A block of a user has
+an entry too, which :func:`definition_of` makes.
 """
 
 from __future__ import annotations
@@ -212,7 +213,6 @@ class ScheduleKind(NamedTuple):
         return looped(stages, min(stages, devices))
 
     def possible(self, m: int, placement: Sequence[int]) -> bool:
-        """Return True if the schedule can run ``m`` micro-batches with this placement."""
         try:
             self.definition.check(m, placement)
         except ValueError:

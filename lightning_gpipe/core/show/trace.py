@@ -53,7 +53,6 @@ def trace_of(
 
 
 def _threads(runs: Sequence[tuple[Layout, Sequence[Span]]]) -> Iterator[dict[str, Any]]:
-    """The names of the threads, in the order of the workers."""
     names = {_CALLER: "caller"}
     for layout, _ in runs:
         names |= {w + 1: _worker(layout, w) for w in range(len(layout.devices))}

@@ -1,6 +1,7 @@
 """Decorators for layers that stash a tensor for a later layer, or pop one.
 
-The syntax is torchgpipe's, so its models run here: ``forward`` is a generator that yields stashes
+One layer *stashes* a tensor under a name and another *pops* it, past the layers between. The syntax
+is torchgpipe's, so its models run here: ``forward`` is a generator that yields stashes
 and pops. :func:`with_skips` makes such a generator of a plain forward.
 
 The table of skip tensors is thread-local. In a plain nn.Sequential a tensor stays in it from stash

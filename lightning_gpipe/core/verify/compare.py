@@ -6,9 +6,10 @@ So a deviation is taken relative to the largest value of the tensor, or to a ten
 value of its kind if that is larger.
 
 Layers may amplify rounding: if the input of a ReLU is almost zero, its last bit decides whether a
-gradient passes. No tolerance separates that from a fault. So before a difference counts as a fault,
-the plain layers run again with the last bits of their outputs changed at random: a value that
-changes as much then is not a fault of the pipeline.
+gradient passes, and in a deep model the difference reaches the first digit. No tolerance separates
+that from a fault. So before a difference counts as a fault, the plain layers run again with the
+last bits of their outputs changed at random: a value that changes as much then is not a fault of
+the pipeline.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The values by which runs are compared: named tensors on the CPU.
 
-There layers cannot edit them in place, and reading them waits for no stream.
+On the CPU they use no memory of the devices, layers cannot edit them in place, and reading them
+waits for no stream.
 """
 
 from __future__ import annotations

@@ -92,7 +92,10 @@ class WholeCall:
 
     @property
     def _journal(self) -> Journal:
-        """The journal of a pipeline whose program is not an nn.Sequential: that undoes its own."""
+        """The journal of a pipeline that runs the forward.
+
+        The run of an nn.Sequential undoes the changes in the journal of its own pipeline.
+        """
         return next(
             piped.pipeline.patches for piped in self.piped_modules if not piped.frontend.takes_batch
         )

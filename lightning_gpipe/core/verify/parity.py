@@ -74,7 +74,11 @@ class Verdict(ABC):
         return self.faulty and self.unrepeatable is None
 
     def check(self) -> None:
-        """Raise a RuntimeError, with cause and cure, for a difference that is not explained."""
+        """Raise if there is a difference that is not explained.
+
+        Raises:
+            RuntimeError: If so; with the value that differs, the cause, and the cure.
+        """
         if self.faulty:
             raise RuntimeError(str(self))
 

@@ -68,7 +68,10 @@ class MicroBatching(ABC):
         return self.merge(results, batch)
 
     def division(self, microbatches: Sequence[Any]) -> Division | None:
-        """Return the numbers of rows of the result of :meth:`split`, or None if unknown."""
+        """Return the numbers of rows of the result of :meth:`split`, or None if unknown.
+
+        They serve to find layers that mix rows, and to weight means.
+        """
         return None
 
 

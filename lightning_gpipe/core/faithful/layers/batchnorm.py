@@ -148,7 +148,10 @@ class _RecordingForward:
 
 
 def over_replicas(norms: Iterable[_BatchNorm], gather: Gather) -> Manager:
-    """A ``with`` block in which batch norms normalise by all replicas, and update in each call."""
+    """A ``with`` block in which batch norms that train normalise by the rows of all replicas.
+
+    They update their running statistics in each call.
+    """
     training = (norm for norm in norms if norm.training)
     return Journal().changed(
         [

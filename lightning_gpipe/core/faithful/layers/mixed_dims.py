@@ -1,4 +1,8 @@
-"""The dim of its input that a layer of PyTorch mixes, and the dims in which rows may be."""
+"""The dim of its input that a layer of PyTorch mixes, and the dims in which rows may be.
+
+A recurrent layer or attention mixes the time steps of a sequence. With ``batch_first=False``, the
+default, these are in dim 0, as they are without a batch dimension.
+"""
 
 from __future__ import annotations
 

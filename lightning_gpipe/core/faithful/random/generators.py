@@ -156,7 +156,6 @@ class SharedGenerators:
         return any(state not in (before, other) for state, before, other in states)
 
     def rewind(self) -> None:
-        """Restore the states from before the mini-batch."""
         self._heard &= ~_MOVED
         self._before.restore()
 

@@ -52,6 +52,7 @@ class Owners:
             self.containing += [(holder, name) for name in held if has_contents(held[name])]
 
     def values(self) -> Values | None:
+        """Return the present values of all attributes; None if some were added or removed."""
         if sum(map(len, self._slots)) != self._size:  # one added and one removed: KeyError
             return None
         try:

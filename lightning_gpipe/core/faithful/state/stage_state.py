@@ -163,7 +163,7 @@ def preserved(
     """Restore at the end of a ``with`` block what running modules on ``devices`` has changed.
 
     These are buffers, the generators of PyTorch, NumPy and Python, what modules keep in attributes
-    and generators, and frozen ``parameters`` if asked.
+    and generators, and frozen ``parameters`` if asked. Other changes are not undone.
     """
     random_state = RandomState.capture(devices)
     state = ModuleState.capture(modules, parameters=parameters)

@@ -106,7 +106,6 @@ class Context(NamedTuple):
         return missing
 
     def entered(self) -> Manager:
-        """Give the calling thread this state for the duration of a ``with`` block."""
         return LazyManagers(lambda: (make() for make in self.missing()))
 
     def differences(self) -> list[str]:

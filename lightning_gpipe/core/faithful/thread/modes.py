@@ -1,8 +1,9 @@
 """PyTorch's function and dispatch modes, which see or change every operation of their thread.
 
 A mode is made for one thread, so while one is active the pipeline runs on the caller's thread. A
-recomputation needs those that change results. PyTorch's own dispatch modes are not entered again:
-they only observe, and a counter that was read after forward must not continue.
+recomputation needs those that change results, which may no longer be active in backward. PyTorch's
+own dispatch modes are not entered again: they only observe, and a counter that was read after
+forward must not continue.
 """
 
 from __future__ import annotations

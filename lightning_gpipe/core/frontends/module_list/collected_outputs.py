@@ -1,9 +1,9 @@
 """Outputs that hooks within blocks collect for the model: router logits, attentions, hidden states.
 
-Such hooks of transformers append to a dict of lists in a context variable, in a stage the values of
-one micro-batch, from the stage's own graph. So each block runs with lists of its own and returns
-them with its result; the model's lists get placeholders. The variable is looked up where
-transformers was imported, which this package does not do.
+Hooks of transformers append to a dict of lists in a context variable. In a stage they would append
+the values of one micro-batch, from the stage's own graph. So each block runs with lists of its own
+and returns them with its result; the model's lists get placeholders. The variable is looked up
+where transformers was imported, which this package does not do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The graph of one kind of call: its steps, traced through as far as possible, and its outputs.
 
-A module within whose own forward cannot be traced stays one step.
+An inner module whose own forward cannot be traced stays one step, with all modules in it.
 """
 
 from __future__ import annotations

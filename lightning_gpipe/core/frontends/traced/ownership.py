@@ -1,8 +1,9 @@
 """The units that a balance counts, and the stage of each layer and of each step.
 
-A unit is one call of a layer, or all calls from the first to the last of a module that runs several
-times and has state. A step between two calls belongs to the earlier one, but from where the forward
-enters the module that makes the later one::
+A unit is one call of a layer. A module that runs several times cannot be on two stages, so all
+calls from its first to its last are one unit, unless it has no state, as an ``nn.ReLU``. A step
+between two calls belongs to the earlier one, but from where the forward enters the module that
+makes the later one::
 
     stem.conv        a unit
     stem.relu        a unit

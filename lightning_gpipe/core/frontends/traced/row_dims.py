@@ -7,9 +7,10 @@ arguments and the outputs of layers have them in dim 0, ``transpose(0, 1)`` move
 stage checks. Where the dim of the rows cannot be told, nothing is refused.
 
 In a stage ``x.size(0)`` is the number of rows of a micro-batch: right as a size, as in
-``x.view(x.size(0), -1)``, and refused as a value, as in ``x.sum() / x.size(0)``. A reduction
-without a dim is over the rows as well: its result must not meet values with rows again, nor a
-layer. As an output, a loss, it is merged with those of the other micro-batches.
+``x.view(x.size(0), -1)``, and refused as a value, as in ``x.sum() / x.size(0)``. ``x / x.sum()``
+would divide each micro-batch by its own sum: the result of a reduction without a dim must not meet
+values with rows again, nor a layer. As an output, a loss, it is merged with those of the other
+micro-batches.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def run_apart(
 
 
 def tried(run: Callable[..., Any], cut: Sequence[bool], line: str) -> Callable[..., Any]:
-    """Return a function that tries another one at its first call with two rows.
+    """Return a function that runs another one, which it tries at its first call with two rows.
 
     ``cut`` says which arguments have their rows in dim 0; those of one may be several for a row.
     """

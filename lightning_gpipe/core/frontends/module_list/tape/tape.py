@@ -55,7 +55,7 @@ class OutsideTensor:
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One recorded call; a placeholder is a Value, a tensor from outside an OutsideTensor."""
+    """One recorded call; its arguments have Values for placeholders, OutsideTensors for tensors."""
 
     call: RecordedCall
     number: int  # of the value that it returns
