@@ -30,9 +30,7 @@ _FACTORS = ("gradient_divide_factor", "reduce_scatter_reduce_op")  # of some ver
 
 
 @contextmanager
-def undoing_fully_shard(
-    root: nn.Module, mesh: DeviceMesh | None, *, divides: bool
-) -> Iterator[None]:
+def undoing_fully_shard(root: nn.Module, mesh: DeviceMesh, *, divides: bool) -> Iterator[None]:
     """A ``with`` block after which no module in ``root`` is sharded by FSDP2 over ``mesh``.
 
     Parameters on the meta device keep the places of their values, in files or other processes.
@@ -43,7 +41,7 @@ def undoing_fully_shard(
     places = {name: place_of_value(parameter) for name, parameter in named}
     yield
     modules = fsdp_modules(root)
-    if mesh is None or not modules:  # a pipeline refuses shards over other processes
+    if not modules:  # a pipeline refuses shards over other processes
         return
     for each in modules.values():
         each.reshard()

@@ -442,13 +442,10 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         device = torch.device("meta") if empty_init else nullcontext()
-        with device, self.precision_plugin.tensor_init_context():
-            yield
-
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with super().model_sharded_context(), self._sharding.undoing_fully_shard(self._root):
+        # This surrounds configure_model. An override of what Lightning has for fully_shard there
+        # would make Trainer.init_module warn.
+        undoing = self._sharding.undoing_fully_shard(self._lightning_module)
+        with device, self.precision_plugin.tensor_init_context(), undoing:
             yield
 
     @override

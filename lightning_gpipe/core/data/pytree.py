@@ -284,17 +284,18 @@ class _DataclassNode:
         self.values = values
 
 
+_STRUCTURES: dict[tuple[type, int], _pytree.TreeSpec] = {}  # of tuples and lists of tensors
+
+
 def _flattened(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
     """Flatten ``tree`` down to what PyTorch must not flatten."""
     kind: Any = type(tree)
     if kind in (tuple, list) and {*map(type, tree)} == {Tensor}:  # as batches most often are
-        return list(tree), _structure_of_tensors(kind, len(tree))
+        key = kind, len(tree)
+        if key not in _STRUCTURES:  # no functools.cache, of which torch.compile warns
+            _STRUCTURES[key] = _pytree.tree_flatten(kind([0] * len(tree)))[1]
+        return list(tree), _STRUCTURES[key]
     return _pytree.tree_flatten(tree, is_leaf=_is_opaque)
-
-
-@lru_cache(maxsize=64)
-def _structure_of_tensors(kind: Any, number: int) -> _pytree.TreeSpec:
-    return _pytree.tree_flatten(kind([0] * number))[1]
 
 
 def _is_opaque(tree: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -54,10 +54,12 @@ class Sharding:
             self._processes.check_same(module)
             gather_values(module, across, device)
 
-    def undoing_fully_shard(self, module: nn.Module) -> AbstractContextManager[None]:
+    def undoing_fully_shard(self, module: nn.Module | None) -> AbstractContextManager[None]:
         """A ``with`` block in which the user may divide parameters among replicas, too."""
         groups = self._processes.groups
-        mesh = None if groups is None else groups.mesh["data_parallel"]
+        if module is None or groups is None:
+            return nullcontext()
+        mesh = groups.mesh["data_parallel"]
         return undoing_fully_shard(module, mesh, divides=self._of_parameters)
 
     def divide_parameters(self, module: nn.Module, pipelined: PipelinedModule) -> None:
