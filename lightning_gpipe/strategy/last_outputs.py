@@ -20,11 +20,13 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_gpipe.core.data import equal
 from lightning_gpipe.core.faithful import BufferState, Journal, RandomState, version_of
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import StepAtLast
@@ -43,23 +45,35 @@ Call = dict[str, Any]  # the arguments of a call of log
 class _State(NamedTuple):
     """The state before a step, which may change it.
 
-    Buffers and parameters are those around the stages; parameters have their versions.
+    Attributes:
+        random: The states of the random generators.
+        buffers: The buffers around the stages.
+        attributes: The attributes of each module, and what they are now.
+        tensors: The tensors among them of which other processes are told, with their versions.
+        parameters: The parameters around the stages, with their versions.
     """
 
     random: RandomState
     buffers: BufferState
     attributes: list[tuple[str, dict[str, Any], dict[str, Any]]]
+    tensors: list[tuple[str, str, Tensor, int]]
     parameters: list[tuple[str, str, nn.Parameter, int]]
 
     def changed_values(self) -> list[tuple[str, str, Any]]:
-        """Return the values that attributes have got since, if other processes are told of them."""
-        return [
+        """Return what attributes have got since, if other processes are told of it."""
+        assigned = [
             (path, name, value)
             for path, before, now in self.attributes
             if len(before) != len(now) or not all(map(is_, before.values(), now.values()))
             for name, value in now.items()
             if before.get(name, _UNSET) is not value and _is_told(value)
         ]
+        edited = [
+            (path, name, value)
+            for path, name, value, version in self.tensors
+            if version_of(value) != version
+        ]
+        return [*edited, *assigned]  # what is assigned in the place of an edited one comes last
 
 
 class LastOutputs:
@@ -162,6 +176,12 @@ class LastOutputs:
 
     def _state(self) -> _State:
         attributes = [(path, dict(vars(x)), vars(x)) for path, x in self._all.items()]
+        tensors = [
+            (path, name, value, version_of(value))
+            for path, before, _ in attributes
+            for name, value in before.items()
+            if type(value) is Tensor and _is_told(value)
+        ]
         buffers = BufferState(list(self._modules.values()))
         parameters = [
             (path, name, parameter, version_of(parameter))
@@ -169,7 +189,7 @@ class LastOutputs:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        return _State(RandomState.capture(), buffers, attributes, parameters)
+        return _State(RandomState.capture(), buffers, attributes, tensors, parameters)
 
     def _outcome(self, step: StepAtLast, result: Any, before: _State | None) -> Mapping[str, Any]:
         assert before is not None, "it is called in the first process"
@@ -207,8 +227,7 @@ class LastOutputs:
         for path, name, value in outcome["parameters"]:
             parameter = self._modules[path]._parameters[name]
             if parameter is not None and not parameter.is_meta:
-                with torch.no_grad():
-                    parameter.copy_(value)
+                _set_value(parameter, value.to(parameter.device))
         for path, name, value in outcome["attributes"]:
             vars(self._all[path])[name] = value
         for path, count in outcome["updates"].items():
@@ -287,11 +306,19 @@ class LastOutputs:
             self._computes = False
 
 
+@torch.no_grad()
+def _set_value(parameter: nn.Parameter, value: Tensor) -> None:
+    """Set the value of a parameter, unless it has it: autograd refuses edits of what it needs."""
+    if not equal(parameter, value):
+        parameter.copy_(value)
+
+
 def _is_told(value: Any) -> bool:
     """Return True for a value that other processes are told: a number, string or small tensor."""
     if type(value) is Tensor:
-        return not value.requires_grad and value.numel() <= _SMALL
-    return value is None or type(value) in (bool, int, float, str)
+        return not (value.requires_grad or value.is_meta) and value.numel() <= _SMALL
+    is_number = type(value) in (bool, int, float) or isinstance(value, np.number | np.bool_)
+    return value is None or is_number or type(value) is str
 
 
 def _name_of(reduction: Callable[..., Any], logged: str) -> str:

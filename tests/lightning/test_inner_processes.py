@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -360,9 +361,50 @@ class Smoothing(Everything):
         return outcome
 
 
+class Averaging(Smoothing):
+    """Edits that tensor in place, and keeps a number of NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level: Any = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0] * self.smooth.item() * float(self.level)
+        outcome = Everything.training_step(self, [x, batch[1]], batch_idx)
+        self.smooth.mul_(0.5).add_(0.5 * outcome["loss"].detach())
+        self.level = np.mean([self.level, outcome["loss"].item()])
+        return outcome
+
+
+class Constrained(Everything):
+    """Edits a weight before its use, which a backward before the pipeline needs as it is then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.get_parameter("stem.1.weight").clamp_(-0.2, 0.2)
+        return super().training_step([self.stem(batch[0].double()), batch[1]], batch_idx)
+
+
+class LeavingOnce(Leaving):
+    """Leaves a tensor to a layer in the first step, on the device of its weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        layer = self.layers[2]
+        if "scale" not in vars(layer):
+            vars(layer)["scale"] = self.get_parameter("layers.2.weight").new_full((), 0.5)
+        return Everything.training_step(self, batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     "kind, schedule",
     [
+        (Averaging, "fill_drain"),
+        (Constrained, "fill_drain"),
+        (LeavingOnce, "fill_drain"),
         (Clamping, "fill_drain"),
         (Freezing, "fill_drain"),
         (Freezing, "1f1b"),
