@@ -79,6 +79,8 @@ class SameParameters:
         """
         if self._parts is not None:
             return self._parts.add_up(called=called, alone=alone)
+        if not self._around:  # in no process
+            return []
         gradients = [shard_of(p.grad) for p in self._around if p.grad is not None]
         self._group.equalise(gradients, "gradients of parameters around the pipeline")
         return []

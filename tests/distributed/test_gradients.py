@@ -59,6 +59,20 @@ def test_parameters_that_every_process_has(two_ranks: Pool) -> None:
     assert two_ranks.run(equalised) == [([0.0] * 6, gradient)] * 2
 
 
+def messages_of_none() -> int:
+    """The messages of a process after a backward, where no parameter is in all processes."""
+    group = Group(timedelta(seconds=20))
+    together = SameParameters(group, [], Precision())
+    with patch.object(dist, "isend", wraps=dist.isend) as send:
+        together.equalise()
+    return send.call_count
+
+
+def test_no_parameter_that_every_process_has(two_ranks: Pool) -> None:
+    """As with shares of gradients in replicas of one process each, which once met all the same."""
+    assert two_ranks.run(messages_of_none) == [0, 0]
+
+
 # What is sent when they begin.
 
 NUMBERS = 2**14  # of a parameter
