@@ -33,7 +33,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
+    _register_process_group,
     _resolve_process_group,
+    _unregister_process_group,
 )
 
 from lightning_gpipe.core.layout import TENSOR_PARALLEL
@@ -168,6 +170,7 @@ class ProcessGroups:
         of_weights: As ``across``, for weights that replicas have divided: one for each worker of
             this process; none if each replica has all.
         lifeline: Watches all processes.
+        stages: Makes ``stage`` for all Trainers of this process.
     """
 
     everyone: Group
@@ -181,6 +184,7 @@ class ProcessGroups:
     of_norms: Sequence[ProcessGroup]
     of_weights: Sequence[ProcessGroup]
     lifeline: Lifeline
+    stages: _StageGroup
 
     @property
     def host_groups(self) -> list[Group]:
@@ -217,9 +221,9 @@ class ProcessGroups:
         self._abort_device_groups()
 
     def _abort_device_groups(self) -> None:
-        _stage_group.cache_clear()
+        self.stages.abort(self.stage)
         of_workers = *self.of_norms, *self.of_weights
-        for group in (self.across, self.along, self.stage, self.reductions, *of_workers):
+        for group in (self.across, self.along, self.reductions, *of_workers):
             if group is not None and group.size() > 1 and group is not dist.group.WORLD:
                 abort_group(group)
 
@@ -255,7 +259,8 @@ def connect(
     shared = dist.group.WORLD if pipeline is everyone else None
     along = shared or _own_group(rows, timeout)
     assert dist.group.WORLD is not None, "it is initialised"
-    stage = _stage_group(dist.group.WORLD, tuple(map(tuple, ranks.flatten(0, 1).tolist())))
+    stages = _stage_group(dist.group.WORLD, tuple(map(tuple, ranks.flatten(0, 1).tolist())))
+    stage = stages.connected(everyone)
     reductions = _own_group(columns, timeout) if arrangement.replicas > 1 else None
     names = ("data_parallel", "pipeline_parallel", TENSOR_PARALLEL)
     mesh = DeviceMesh.from_group([across, along, stage], device_type, ranks, mesh_dim_names=names)
@@ -275,6 +280,7 @@ def connect(
         of_norms,
         of_weights,
         lifeline,
+        stages,
     )
     groups.watch(groups.lifeline)
     made = [group.process_group for group in groups.host_groups]
@@ -291,16 +297,50 @@ def _destroy(names: Iterable[Any]) -> None:
             dist.destroy_process_group(_resolve_process_group(name))
 
 
-@cache
-def _stage_group(world: ProcessGroup, stages: tuple[tuple[int, ...], ...]) -> ProcessGroup:
-    """Return the group of this process's stage, the same one for all Trainers of the process.
+class _StageGroup:
+    """The group of this process's stage, the same one for all Trainers of the process.
 
-    DTensor's caches keep the meshes of the first operations for all that are equal to them, those
-    of later Trainers, and so their groups.
+    Divided layers, compiled ones and DTensor's caches keep the name of the first one, also those
+    of later Trainers, whose meshes are equal. After a fit that has failed it leads to a new group.
+
+    Args:
+        stages: The ranks of each stage.
     """
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in stages])
-    assert group is not None, "each process is in one of them"
-    return group
+
+    def __init__(self, stages: list[list[int]]) -> None:
+        self._stages = stages
+        self._names: list[Any] = []  # of all groups so far
+        self._group: ProcessGroup | None = None
+
+    def connected(self, everyone: Group) -> ProcessGroup:
+        """Return the group, in all processes at once: a new one if it is aborted in one of them."""
+        if everyone.decide(self._group is None, all=False):
+            if self._group is not None:
+                self.abort(self._group)
+            _destroy(self._names[-1:])
+            group, _ = dist.new_subgroups_by_enumeration(self._stages)
+            assert group is not None, "each process is in one of them"
+            for name in self._names:
+                with suppress(RuntimeError):  # it has been destroyed
+                    _unregister_process_group(name)
+                _register_process_group(name, group)
+            self._names.append(group.group_name)
+            self._group = group
+        assert self._group is not None, "it is made"
+        return self._group
+
+    def abort(self, group: ProcessGroup) -> None:
+        """End all waits in a group of it, which no later Trainer uses."""
+        if group.size() > 1:
+            abort_group(group)
+            if group is self._group:
+                self._group = None
+
+
+@cache
+def _stage_group(world: ProcessGroup, stages: tuple[tuple[int, ...], ...]) -> _StageGroup:
+    """Return that of these stages, for all Trainers with the same process group of all."""
+    return _StageGroup([[*ranks] for ranks in stages])
 
 
 def _host_group(ranks: list[list[int]], timeout: timedelta, everyone: Group) -> Group | None:

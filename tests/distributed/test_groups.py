@@ -115,7 +115,7 @@ def test_process_that_fails_awaits_no_other_failure() -> None:
     """Once each callback that saved on its error waited five seconds for the reason."""
     everyone, pipeline, none = *(SimpleNamespace(watchers=["lifeline"]) for _ in range(2)), None
     make: Any = ProcessGroups
-    groups = make(everyone, pipeline, pipeline, *[none] * 5, (), (), none)
+    groups = make(everyone, pipeline, pipeline, *[none] * 5, (), (), none, none)
 
     groups.expect_failures()
 

@@ -526,3 +526,51 @@ def test_features_that_do_not_divide(tmp_path: Path) -> None:
             close(seen, model.seen)
         for _, notes in ranks.run(fit_uneven, tmp_path, Uneven)[:2]:
             assert any("got blocks.0.up.weight, blocks.0.up.bias, blocks.0." in x for x in notes)
+
+
+class RaisesOnce(Model):
+    """A layer raises in the second step of the first fit, in one process."""
+
+    raises = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx and self.raises and self.trainer.global_rank == 3:
+            self.handle = self.blocks[1].register_forward_hook(self._raise)
+        return super().training_step(batch, batch_idx)
+
+    def _raise(self, *_: Any) -> None:
+        self.handle.remove()
+        raise KeyError("a layer")
+
+
+def fit_again(root: Path | None, same: bool) -> tuple[str, list[float]]:
+    """How a fit fails in one process, and the losses of the next one, with its model or another.
+
+    Without a pipeline: the losses after one step.
+    """
+    options: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
+    torch.manual_seed(0)
+    model, message = RaisesOnce(), ""
+    if root is None:
+        trainer(Path(), limit_train_batches=1, **options).fit(model, Texts())
+    else:
+        message = said(lambda: over(root, {}, **options).fit(model, Texts()))
+    if not same:
+        torch.manual_seed(0)
+        model = RaisesOnce()
+    model.raises, model.seen = False, []
+    made = trainer(Path(), **options) if root is None else over(root, {}, **options)
+    made.fit(model, Texts())
+    return message, model.seen
+
+
+def test_fit_after_one_that_failed(tmp_path: Path) -> None:
+    """The stages' groups are made again, and what keeps the names of the first ones finds them."""
+    with torch.random.fork_rng(devices=[]):
+        expected = {same: fit_again(None, same)[1] for same in (True, False)}
+
+    with new_ranks(4) as ranks:
+        for same in (True, False, True):
+            for message, seen in ranks.run(fit_again, tmp_path, same):
+                assert "KeyError" in message
+                close(seen, expected[same])
