@@ -107,11 +107,24 @@ class Transposed(nn.Module):
         return (x + x.T.sum()).T.contiguous().T
 
 
+class Complex(nn.Module):
+    """Outputs complex numbers, which no short message has a number for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, 2 * x)
+
+
+class Real(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x).sum(-1)
+
+
 LAYERS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "plain": lambda: (Plain(), Plain()),
     "shapes by values": lambda: (Growing(), Plain()),
     "gradients by values": lambda: (Plain(), Ending()),
     "not contiguous": lambda: (Transposed(), Plain()),
+    "complex": lambda: (Complex(), Real()),
 }
 
 
@@ -160,7 +173,9 @@ def test_gradients_announced_together(four_ranks: Pool, kind: str) -> None:
     assert none == [([], [])] * 3
     for sends in sent:
         assert len(sends.messages) + len(sends.announced) == M
-        if kind != "gradients by values":
+        if kind == "complex":
+            assert not sends.announced
+        elif kind != "gradients by values":
             assert [to.i for to in sends.messages] == [M - 1, 0]  # the order of a backward
 
 
@@ -311,6 +326,16 @@ def test_value_that_would_overtake_goes_over_the_host() -> None:
     ]
 
 
+def test_announced_gradient_that_is_sparse_goes_dense() -> None:
+    links, ahead = begin()
+    post(ahead, 3, 3.0)
+    x = torch.tensor([0.0, 5.0], dtype=torch.float64).to_sparse()  # no simulated GPU has one
+    mail = Mail(Action(Kind.BACKWARD, 2, 0), None, tree_flatten(x), [True])
+    ahead.post(0, Header(MessageCode.VALUES, 1), mail)
+
+    assert links.sent == [(3, True, 2), (0, GPUS, [0.0, 5.0])]
+
+
 def test_announced_gradients_of_a_run_that_fails_are_zeros() -> None:
     links, ahead = begin()
     post(ahead, 3, 3.0)
@@ -319,6 +344,16 @@ def test_announced_gradients_of_a_run_that_fails_are_zeros() -> None:
     post(ahead, 2, 2.0)
 
     assert links.sent == [(3, True, 2), *[(0, GPUS, [0.0, 0.0])] * 2, (2, True, 0)]
+
+
+def test_nothing_is_sent_for_announcements_that_failed() -> None:
+    """Nobody would receive it: for want of memory, say, the first gradient could not be sent."""
+    links, ahead = begin()
+    with patch.object(links, "post", side_effect=OwnError), pytest.raises(OwnError):
+        post(ahead, 3, 3.0)
+    ahead.abandon()
+
+    assert not links.sent
 
 
 def test_no_more_is_announced_than_there_may_be_memory_for(

@@ -30,6 +30,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, successor
 from lightning_gpipe.core.transport.interface import Label
 from lightning_gpipe.core.transport.process_group.wire.links import Links
+from lightning_gpipe.core.transport.process_group.wire.lone_tensor import has_number
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     DenseForm,
@@ -102,7 +103,7 @@ class GradientsAhead:
         if mail.route is not None:
             stages = [j for j in range(self._layout.n) if self._layout.owner_of(j) == rank]
             self._forms.update((Action(Kind.BACKWARD, i, j), None) for j in stages)
-        elif len(leaves) == 1:
+        elif len(leaves) == 1 and has_number(leaves[0].dtype):
             form, content = form_and_bytes(leaves[0].detach(), (leaves[0].device.index, 0))
             if form.stored == form.size and len(content):
                 self._forms.setdefault(Action(Kind.BACKWARD, i, j - 1), form)
@@ -116,8 +117,10 @@ class GradientsAhead:
             others = [each for each in self._announced.values() if each.rank == rank]
             if any(each.form.gpus == mail.gpus for each in others):
                 mail = mail._replace(gpus=None)
-            ahead = self._announce(rank, mail) if mail.route is None and mail.gpus else []
-            self._links.post(rank, header, mail, ahead)
+            ahead = self._after(rank, mail) if mail.route is None and mail.gpus else {}
+            told = [mail._replace(to=to).announcement(x.form) for to, x in ahead.items()]
+            self._links.post(rank, header, mail, told)
+            self._announced |= ahead  # not before: what nobody waits for can never be sent
 
     def abandon(self) -> None:
         """Send the announced gradients: the run has failed."""
@@ -126,8 +129,9 @@ class GradientsAhead:
             for to in [*self._announced]:
                 self._send(to, FlatTree([]))
 
-    def _announce(self, rank: int, mail: Mail) -> list[bytes]:
-        announced: list[bytes] = []
+    def _after(self, rank: int, mail: Mail) -> dict[Action, _Announced]:
+        """Return the gradients after this one that are announced with it."""
+        ahead: dict[Action, _Announced] = {}
         size = 0
         if self._next is None:
             self._next = {} if self._phase.forwards else dict(_pairs(self._layout, self._phase))
@@ -136,11 +140,9 @@ class GradientsAhead:
             size += form.nbytes
             if size > _MOST:
                 break
-            form = form._replace(gpus=mail.gpus)
-            self._announced[to] = _Announced(rank, form)
-            announced.append(mail._replace(to=to).announcement(form))
+            ahead[to] = _Announced(rank, form._replace(gpus=mail.gpus))
             to = self._next.get(to)
-        return announced
+        return ahead
 
     def _send(self, to: Action, value: FlatTree) -> None:
         rank, form = self._announced.pop(to)
@@ -169,4 +171,6 @@ def _bytes_of(gradient: Tensor | None, form: DenseForm, gpu: int) -> Tensor:
             return content
     device = torch.device("cuda", gpu)
     room = torch.empty_strided(form.stored, form.stride, dtype=form.dtype, device=device)
-    return bytes_in(room.zero_() if gradient is None else room.copy_(gradient))
+    if gradient is None:
+        return bytes_in(room.zero_())
+    return bytes_in(room.copy_(gradient.to_dense()))  # the same one, unless it is sparse

@@ -27,6 +27,11 @@ _FIRST = 1  # the first integer, and so the first byte; a pickle begins with 128
 _OVER_HOST = (-1, -1)  # in the place of the GPUs
 
 
+def has_number(dtype: torch.dtype) -> bool:
+    """Return True if a lone tensor may be of this type."""
+    return dtype in _NUMBERS
+
+
 class LoneTensor(NamedTuple):
     """The form of the tensor, its ``requires_grad``, and integers that go with it in a message."""
 
@@ -60,7 +65,7 @@ def split_lone_tensor(
 ) -> tuple[bytes, Tensor] | None:
     """Return a lone tensor without its content, and the content; None if ``leaves`` are not one."""
     tensor: Any = leaves[0] if len(leaves) == 1 else None
-    if not is_dense(tensor) or tensor.dtype not in _NUMBERS:
+    if not is_dense(tensor) or not has_number(tensor.dtype):
         return None
     if any(hasattr(tensor, mark) for mark in MARKS):
         return None
