@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from lightning.fabric.utilities import distributed
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from lightning_gpipe.distributed import ReplicaWeights
 from tests.gpu.models import ON_GPU
@@ -64,6 +65,15 @@ class Deep(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.001)
 
 
+class FullySharded(Deep):
+    """Divides each layer by ``fully_shard``."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            for layer in self.layers:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
 class Peak(Callback):
     """Records the most bytes that the devices have in steps, after the first, and between."""
 
@@ -103,11 +113,17 @@ def without_waits() -> Iterator[None]:
 
 
 def fit(
-    root: Path, schedule: str, sharding: str, balance: list[int], *, waits: bool = True
+    root: Path,
+    schedule: str,
+    sharding: str,
+    balance: list[int],
+    *,
+    waits: bool = True,
+    build: type[Deep] = Deep,
 ) -> tuple[dict[str, Tensor], list[str], Peak]:
     """The weights after a fit of two replicas with two GPUs each, and the hazards."""
     torch.manual_seed(0)
-    model, peak = Deep(), Peak()
+    model, peak = build(), Peak()
     strategy = {
         "replicas": 2,
         "schedule": schedule,
@@ -128,18 +144,19 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    "schedule, balance",
+    "schedule, balance, build",
     [
-        ("fill_drain", [6, 6]),
-        ("1f1b", [6, 6]),
-        ("zero_bubble", [6, 6]),
-        ("zero_bubble_v", [3] * 4),
-        ("fill_drain", [1] * 12),
-        ("1f1b", [2] * 6),
+        ("fill_drain", [6, 6], Deep),
+        ("1f1b", [6, 6], Deep),
+        ("zero_bubble", [6, 6], Deep),
+        ("zero_bubble_v", [3] * 4, Deep),
+        ("fill_drain", [1] * 12, Deep),
+        ("1f1b", [2] * 6, Deep),
+        ("1f1b", [2] * 6, FullySharded),
     ],
 )
 def test_same_numbers_as_one_process(
-    tmp_path: Path, two_ranks: Pool, schedule: str, balance: list[int]
+    tmp_path: Path, two_ranks: Pool, schedule: str, balance: list[int], build: type[Deep]
 ) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -148,7 +165,8 @@ def test_same_numbers_as_one_process(
     expected = {name: x.detach() for name, x in model.named_parameters()}
 
     everywhere: dict[str, Tensor] = {}
-    for found, races, _ in two_ranks.run(fit, tmp_path, schedule, "parameters", balance):
+    run = partial(fit, build=build)
+    for found, races, _ in two_ranks.run(run, tmp_path, schedule, "parameters", balance):
         assert not races
         assert len(found) < len(expected) and not everywhere.keys() & found.keys()
         everywhere |= found
