@@ -7,6 +7,7 @@ stand for those of the others.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import MethodType
@@ -117,9 +118,22 @@ def _of_leaf(leaf: Any) -> Hashable:
 
 
 def _of_part(part: Part, numbered: bool) -> Hashable:
-    """Return the calls of a part with their constants, and the numbers of values and routes."""
-    calls = tuple((_of_call(step.run, numbered), step.constants) for step in part.steps)
-    return calls, *map(len, (part.takes, part.gives, part.arriving, part.leaving))
+    """Return the calls of a part, with its values numbered in order of appearance."""
+    names: dict[str, str] = {}
+
+    def renamed(text: str) -> str:
+        return re.sub(r"%\d+", lambda match: names.setdefault(match[0], f"%{len(names)}"), text)
+
+    calls = []
+    for step in part.steps:
+        text = renamed(str(step).replace(f" stage {step.stage}: {step.name}(", "(", 1))
+        calls.append((text, _of_call(step.run, numbered)))
+    routes = [route.numbers for route in (*part.arriving, *part.leaving)]
+    ends = tuple(
+        renamed(" ".join(f"%{number}" for number in numbers))
+        for numbers in (part.takes, part.gives, *routes)
+    )
+    return tuple(calls), ends, len(part.leaving)
 
 
 def _of_call(run: Callable[..., Any], numbered: bool) -> Hashable:
