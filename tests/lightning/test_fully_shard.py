@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,7 +34,7 @@ from tests.lightning.test_replicas import PLACES, Halves, Logging, fitted_plainl
 from tests.support.lightning_modules import trainer
 from tests.support.processes import said
 from tests.support.ranks import Pool
-from tests.support.trainers import trainer_over
+from tests.support.trainers import RankEnvironment, trainer_over
 
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
@@ -179,6 +180,33 @@ def test_fit(
 
 
 @pytest.mark.parametrize("options", [{"grouped": True}, {"root": False}])
+class ByLightning(Sharded):
+    """Is trained by Lightning's own strategy, whose gradients are shards."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert any(isinstance(module, FSDPModule) for module in self.modules())
+
+
+def losses_by_lightning(root: Path) -> list[float]:
+    torch.manual_seed(0)
+    model, environment = ByLightning(), RankEnvironment(2)
+    strategy: Any = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    made = trainer(root, strategy, devices=2, plugins=[environment], max_epochs=2)
+    made.fit(model, datamodule=Halves(2))
+    return model.losses
+
+
+def test_losses_are_those_of_model_parallel_strategy(
+    tmp_path: Path, two_ranks: Pool, four_ranks: Pool
+) -> None:
+    """The same LightningModule, first with FSDP2 on two devices, then on four by a pipeline."""
+    by_lightning = two_ranks.run(losses_by_lightning, tmp_path)
+    piped = four_ranks.run(fit, tmp_path, "2x2", Sharded, {"schedule": "1f1b"}, None)
+
+    assert len(by_lightning[0]) > 2
+    close([each["losses"] for each in piped], [by_lightning[0]] * 4)
+
+
 def test_layers_of_a_group_and_without_the_root(
     tmp_path: Path, two_ranks: Pool, options: dict[str, Any]
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import SumMetric
@@ -72,7 +73,7 @@ class Halves(L.LightningDataModule):
         assert self.trainer is not None
         found = rows(20, seed=1)
         strategy, sampler = self.trainer.strategy, None
-        if isinstance(strategy, GPipeStrategy):
+        if isinstance(strategy, GPipeStrategy | ModelParallelStrategy):
             part = strategy.distributed_sampler_kwargs
             sampler = DistributedSampler[Any](found, shuffle=False, **part)
         return DataLoader(found, batch_size=8 // self.replicas, sampler=sampler)
