@@ -130,7 +130,8 @@ class InnerProcesses:
         """End a step; those between are told if it has not called the pipeline."""
         if not self._known:
             self._share(lambda: None)
-        if self._layout.last_here and len(self.calls) == 1:
+        # If the code of each micro-batch edits some before its call, nothing tells what came after.
+        if self._layout.last_here and (len(self.calls) == 1 or (self.calls and not self._edits)):
             self._refuse_edits()
         self._values.end()
         self._values_at_ends.end()

@@ -434,14 +434,17 @@ class ClampingLater(Everything):
         return outcome
 
 
-def refused(root: Path) -> str:
-    strategy = {"outputs": "last", "chunks": 2, "verify": False}
+def refused(root: Path, schedule: str) -> str:
+    strategy = {"outputs": "last", "chunks": 2, "verify": False, "schedule": schedule}
     made = trainer_over(root, "per_stage", [2, 2, 2], strategy, (3, 1), max_epochs=1)
     return said(lambda: made.fit(ClampingLater(), datamodule=Data()))
 
 
-def test_weight_that_is_edited_in_one_process(tmp_path: Path, three_ranks: Ranks) -> None:
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_weight_that_is_edited_in_one_process(
+    tmp_path: Path, three_ranks: Ranks, schedule: str
+) -> None:
     """Once the process that has it kept it as it was."""
-    for error in three_ranks.run(refused, tmp_path):
+    for error in three_ranks.run(refused, tmp_path, schedule):
         assert "a step must not edit parameters or buffers of layers after its call" in error
         assert "weight of layers.2" in error
