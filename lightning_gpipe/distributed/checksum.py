@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return a 0-dim integer on the device of a dense tensor, almost surely its bytes' own."""
-    values = tensor.detach().resolve_conj()
+    values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)
     words = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])

@@ -73,3 +73,10 @@ def test_memory_in_another_order() -> None:
     assert sum_of(torch.nn.Parameter(tensor)) == sum_of(tensor)
     conjugated = values(torch.complex64).mul(1 + 1j).conj()
     assert sum_of(conjugated) == sum_of(conjugated.resolve_conj())
+
+
+def test_negated_view() -> None:
+    negated = values(torch.complex64).mul(1 + 1j).conj().imag[:1]  # contiguous
+
+    assert negated.is_neg()
+    assert sum_of(negated) == sum_of(negated.resolve_neg())

@@ -255,7 +255,7 @@ class AnnealingLater(Annealing):
         return outcome
 
 
-class Listing(Annealing):
+class InList:
     """Counts its steps in a list, of which other processes are not told."""
 
     def __init__(self) -> None:
@@ -267,6 +267,10 @@ class Listing(Annealing):
 
     def counted(self) -> int:
         return len(self.steps)
+
+
+class Listing(InList, Annealing):
+    pass
 
 
 class ListingLater(AnnealingLater, Listing):
@@ -316,18 +320,8 @@ class OnLayersLater(OnLayers):
         pass
 
 
-class OnLayersListing(OnLayers):
-    """Counts its steps in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int] = []
-
-    def count(self) -> None:
-        self.steps.append(1)
-
-    def counted(self) -> int:
-        return len(self.steps)
+class OnLayersListing(InList, OnLayers):
+    pass
 
 
 class OnLayersListingLater(OnLayersListing):
