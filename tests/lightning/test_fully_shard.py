@@ -179,7 +179,6 @@ def test_fit(
         close(one[part], other[part])
 
 
-@pytest.mark.parametrize("options", [{"grouped": True}, {"root": False}])
 class ByLightning(Sharded):
     """Is trained by Lightning's own strategy, whose gradients are shards."""
 
@@ -207,6 +206,7 @@ def test_losses_are_those_of_model_parallel_strategy(
     close([each["losses"] for each in piped], [by_lightning[0]] * 4)
 
 
+@pytest.mark.parametrize("options", [{"grouped": True}, {"root": False}])
 def test_layers_of_a_group_and_without_the_root(
     tmp_path: Path, two_ranks: Pool, options: dict[str, Any]
 ) -> None:
