@@ -1,6 +1,6 @@
 """Builds the pipelines of a model: from balances to stages on their devices.
 
-Nothing is moved before all of it is checked.
+Nothing is moved, and no process connected, before all of it is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.schedules import folded, looped
 from lightning_gpipe.core.skip import routes_of, skips_of
-from lightning_gpipe.core.transport import Connection, Workers, join_processes
+from lightning_gpipe.core.transport import Connection, Workers, join_processes, rank_among
 
 
 def lay_out_all(
@@ -41,16 +41,12 @@ def lay_out_all(
     *,
     folds: bool,
     weights: Weights,
-) -> tuple[list[Layout], Connection | None]:
-    """Cut the modules, and join the processes; see :class:`~lightning_gpipe.GPipe` for arguments.
-
-    Return the layout of each module, and the connection to other processes, if there are any.
-    """
+) -> list[Layout]:
+    """Cut the modules; see :class:`~lightning_gpipe.GPipe` for arguments."""
     pairs = zip(modules, balances, strict=True)
     cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
     workers_on = choose_devices(devices, *map(len, cuts))
-    names = [piped.name for piped in modules]
-    connection, rank = join_processes(owners, workers_on, group, lost_after, names)
+    rank = rank_among(owners, len(workers_on), group, lost_after)
     placing = folded if folds else looped
     layouts = []
     for piped, partitions in zip(modules, cuts, strict=True):
@@ -64,7 +60,7 @@ def lay_out_all(
             weights=weights,
         )
         layouts.append(_layout_of(piped, partitions, places))
-    return layouts, connection
+    return layouts
 
 
 def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layout) -> Layout:
@@ -75,6 +71,20 @@ def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layo
     check_outside(piped.root, piped.module, layout, layout.outside)
     shared = shared_with_outside(piped.root, piped.module)
     return layout.with_everywhere([*piped.frontend.own, *shared])
+
+
+def connect_all(
+    modules: Sequence[PipedModule],
+    layouts: Sequence[Layout],
+    group: ProcessGroup | None,
+    lost_after: timedelta | None,
+) -> Connection | None:
+    """Connect the processes of the pipelines, if there are several."""
+    layout = layouts[0]
+    if not layout.spread:
+        return None
+    devices = dict(zip(layout.workers_here, layout.devices_here, strict=True))
+    return join_processes(group, lost_after, [piped.name for piped in modules], devices)
 
 
 def attach_all(modules: Sequence[PipedModule], pipelines: Sequence[Pipeline]) -> None:

@@ -26,7 +26,7 @@ from lightning_gpipe.core.frontends import (
     with_index,
 )
 from lightning_gpipe.core.layout import Around, Layout, Weights, check_around
-from lightning_gpipe.core.pipeline.build import attach_all, lay_out_all, rebuild, recut
+from lightning_gpipe.core.pipeline.build import attach_all, connect_all, lay_out_all, rebuild, recut
 from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each
 from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import resolve
@@ -200,7 +200,7 @@ class GPipe(StandIn):
             optimizer=optimizer,
         )
         sizes = resolved.balances
-        layouts, connection = lay_out_all(
+        layouts = lay_out_all(
             modules,
             sizes,
             devices,
@@ -216,6 +216,7 @@ class GPipe(StandIn):
             for layout in layouts:
                 titles = [title for part in layout.partitions for title in part.titles]
                 check_batch_norms(layout.layers, titles)
+        connection = connect_all(modules, layouts, group, lost_after)
         place_all(model, layouts)
         workers = Workers(*layouts)
         pipelines = [

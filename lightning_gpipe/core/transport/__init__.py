@@ -32,6 +32,7 @@ from lightning_gpipe.core.transport.process_group.connecting.address import (
 from lightning_gpipe.core.transport.process_group.connecting.groups import (
     Lifeline,
     join_processes,
+    rank_among,
     start_timeout,
 )
 from lightning_gpipe.core.transport.process_group.connecting.listening import (

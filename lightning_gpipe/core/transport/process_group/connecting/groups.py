@@ -43,29 +43,24 @@ def start_timeout(lost_after: timedelta | None) -> timedelta:
     return START * (lost_after or _LOST_AFTER)
 
 
-def join_processes(
+def rank_among(
     owners: Sequence[int] | None,
-    devices: Sequence[torch.device],
+    workers: int,
     group: dist.ProcessGroup | None,
     lost_after: timedelta | None = None,
-    pipelines: Sequence[str] = ("module",),
-) -> tuple[Connection | None, int]:
-    """Make the process group of a pipeline, in all of its processes at once.
+) -> int:
+    """Return the rank of this process among those of a pipeline, or 0 if it has one only.
 
     Args:
         owners: For each worker, the rank of the process that runs it; None for this process.
-        devices: For each worker, its device; those of other processes are not looked at.
+        workers: How many there are.
         group: The process group of these ranks; None for all processes.
         lost_after: How long a process may be silent until it is lost; None for 30 seconds.
-        pipelines: The names of the pipelines that are made together.
-
-    Returns:
-        A connection, or None if the pipeline has one process, and the rank of this process in it.
 
     Raises:
         ValueError: If the owners do not fit the workers or the group, or ``lost_after`` is not
             positive.
-        RuntimeError: If there is no process group, or others do not come.
+        RuntimeError: If there is no process group.
     """
     if lost_after is not None and (owners is None or lost_after <= timedelta(0)):
         raise ValueError(
@@ -74,11 +69,11 @@ def join_processes(
             "datetime.timedelta."
         )
     if owners is None:
-        return None, 0
-    if len(owners) != len(devices):
+        return 0
+    if len(owners) != workers:
         raise ValueError(
             f"owners must have a rank for each worker: got {len(owners)}, owners={list(owners)}, "
-            f"for {len(devices)} workers. Give a rank for each device."
+            f"for {workers} workers. Give a rank for each device."
         )
     if not dist.is_initialized():
         raise RuntimeError(
@@ -86,25 +81,35 @@ def join_processes(
             f"{list(owners)} without a process group. Call torch.distributed.init_process_group() "
             "first, in processes that torchrun has started, or leave owners out."
         )
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
     if sorted(set(owners)) != list(range(size)):
         raise ValueError(
             "each process must own a worker, and each owner be a process: got owners="
             f"{list(owners)} for {size} processes. Write the ranks 0 to {size - 1}, each at least "
             "once."
         )
-    workers = enumerate(zip(owners, devices, strict=True))
-    own = {w: device for w, (owner, device) in workers if owner == rank}
-    return connect(group, lost_after, pipelines, own), rank
+    return dist.get_rank(group)
 
 
-def connect(
+def join_processes(
     group: dist.ProcessGroup | None,
     lost_after: timedelta | None,
     pipelines: Sequence[str],
     devices: Mapping[int, torch.device] | None = None,
 ) -> Connection:
-    """Connect the processes of a group, all at once; see :func:`join_processes`."""
+    """Connect the processes of pipelines, all at once.
+
+    A process that may refuse them does so before: the others would lose it while they connect.
+
+    Args:
+        group: The process group; None for all processes.
+        lost_after: How long a process may be silent until it is lost; None for 30 seconds.
+        pipelines: The names of the pipelines, which are made together.
+        devices: The devices of this process's workers, by worker.
+
+    Raises:
+        RuntimeError: If others do not come, or cannot be reached.
+    """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     peers = Peers(dist.group.WORLD, tuple(ranks), lost_after or _LOST_AFTER)
     latest = SharedOffice.enter_latest(peers)
@@ -128,7 +133,7 @@ class Lifeline:
     """
 
     def __init__(self, lost_after: timedelta | None = None) -> None:
-        self._connection = connect(None, lost_after, ())
+        self._connection = join_processes(None, lost_after, ())
         self._office = self._connection.office
         # New, for steps are counted from a start that all processes have in common.
         tree = Tree(dist.get_world_size())
@@ -217,6 +222,7 @@ def _new_office(store: Store, rank: int, peers: Peers) -> Office:
         seconds = peers.lost_after.total_seconds()
         raise RuntimeError(
             f"all processes of a pipeline must be connected within {seconds:g} s: rank {rank} "
-            f"could not be: {error}. If the machine has several networks, set GLOO_SOCKET_IFNAME "
-            "to the interface that reaches the other machines."
+            f"could not be: {error}. If another process has failed, its error is the cause; if the "
+            "machine has several networks, set GLOO_SOCKET_IFNAME to the interface that reaches "
+            "the other machines."
         ) from error
