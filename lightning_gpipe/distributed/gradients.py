@@ -60,8 +60,7 @@ class SameParameters:
         self._changes = Journal()
         group.equalise(list(map(shard_of, around)), "parameters around the pipeline")
         self._changes.write([(vars(plugin), "clip_grad_by_norm", self._clip)])
-        if replica is not None and replica is not group:  # there are shards of parameters
-            self._changes.write([(vars(plugin), "clip_grad_by_value", self._clip_by_value)])
+        self._changes.write([(vars(plugin), "clip_grad_by_value", self._clip_by_value)])
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             self._scaler = plugin.scaler
             self._unscale_here = plugin.scaler._unscale_grads_
@@ -110,7 +109,8 @@ class SameParameters:
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = _shards(self._plugin.main_params(optimizer))
-        torch.nn.utils.clip_grad_value_(parameters, clip_val)
+        if any(each.grad is not None for each in parameters):  # PyTorch takes no empty list
+            torch.nn.utils.clip_grad_value_(parameters, clip_val)
 
     def _unscale(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         """Find infinities in the gradients of all processes."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
 from lightning_gpipe.distributed.gradients import SameParameters
@@ -41,6 +42,31 @@ def scaled(infinite: bool) -> tuple[list[float], float]:
 def test_scaler_where_only_one_process_has_gradients(two_ranks: Pool) -> None:
     assert two_ranks.run(scaled, False) == [([0.5, 0.5], 4.0), ([1.0, 1.0], 4.0)]
     assert two_ranks.run(scaled, True) == [([1.0, 1.0], 2.0)] * 2
+
+
+def clipped() -> tuple[list[float], list[float]]:
+    """Gradients clipped by norm and by value in a process of which only rank 0 has any."""
+    plugin = Precision()
+    group = Group(timedelta(seconds=20))
+    together = SameParameters(group, [], plugin)
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter])
+    found = []
+    for algorithm in GradClipAlgorithmType:
+        parameter.grad = torch.tensor([3.0, 4.0]) if group.rank == 0 else None
+        plugin.clip_gradients(optimizer, 2.0, algorithm)
+        found.append([] if parameter.grad is None else parameter.grad.tolist())
+    together.release()
+    by_value, by_norm = found
+    return by_value, by_norm
+
+
+def test_clipping_where_only_one_process_has_gradients(two_ranks: Pool) -> None:
+    (by_value, by_norm), other = two_ranks.run(clipped)
+
+    assert by_value == [2.0, 2.0]
+    assert by_norm == pytest.approx([1.2, 1.6])
+    assert other == ([], [])
 
 
 def equalised() -> tuple[list[float], list[float]]:
