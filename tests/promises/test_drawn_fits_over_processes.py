@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+    pytest.mark.filterwarnings("ignore:a pipeline does not run the activation checkpointing"),
 ]
 
 
