@@ -4,7 +4,7 @@ With ``outputs="last"`` the user's step runs up to its call of the pipeline in a
 need it, see :mod:`.inner_processes`. It goes on from there in the process of the last stage only,
 which is the first of the Trainer, where loggers write. Lightning's loop runs in all processes,
 which must do the same after the step. So the first one tells them the loss, what the step logged,
-and which buffers, random generators and numbers on modules it changed; nothing is computed again.
+and which buffers, random generators and attributes it changed; nothing is computed again.
 
 A metric of the module has seen all rows in the first process only, which computes it for all.
 """
@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from numbers import Number
-from operator import is_
 from typing import Any, NamedTuple
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
@@ -32,12 +30,10 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import StepAtLast
 from lightning_gpipe.core.transport import OutputElsewhere
 from lightning_gpipe.strategy.inner_processes import InnerProcesses
+from lightning_gpipe.strategy.left_on_modules import LeftOnModules, follow
 
 _SIGNATURE = inspect.signature(L.LightningModule.log)
 _REDUCTIONS = "mean", "min", "max", "sum"
-
-_SMALL = 64  # elements of a tensor
-_UNSET = object()
 
 Call = dict[str, Any]  # the arguments of a call of log
 
@@ -48,32 +44,14 @@ class _State(NamedTuple):
     Attributes:
         random: The states of the random generators.
         buffers: The buffers around the stages.
-        attributes: The attributes of each module, and what they are now.
-        tensors: The tensors among them of which other processes are told, with their versions.
+        attributes: The attributes of the modules.
         parameters: The parameters around the stages, with their versions.
     """
 
     random: RandomState
     buffers: BufferState
-    attributes: list[tuple[str, dict[str, Any], dict[str, Any]]]
-    tensors: list[tuple[str, str, Tensor, int]]
+    attributes: LeftOnModules
     parameters: list[tuple[str, str, nn.Parameter, int]]
-
-    def changed_values(self) -> list[tuple[str, str, Any]]:
-        """Return what attributes have got since, if other processes are told of it."""
-        assigned = [
-            (path, name, value)
-            for path, before, now in self.attributes
-            if len(before) != len(now) or not all(map(is_, before.values(), now.values()))
-            for name, value in now.items()
-            if before.get(name, _UNSET) is not value and _is_told(value)
-        ]
-        edited = [
-            (path, name, value)
-            for path, name, value, version in self.tensors
-            if version_of(value) != version
-        ]
-        return [*edited, *assigned]  # what is assigned in the place of an edited one comes last
 
 
 class LastOutputs:
@@ -175,13 +153,6 @@ class LastOutputs:
         return result
 
     def _state(self) -> _State:
-        attributes = [(path, dict(vars(x)), vars(x)) for path, x in self._all.items()]
-        tensors = [
-            (path, name, value, version_of(value))
-            for path, before, _ in attributes
-            for name, value in before.items()
-            if type(value) is Tensor and _is_told(value)
-        ]
         buffers = BufferState(list(self._modules.values()))
         parameters = [
             (path, name, parameter, version_of(parameter))
@@ -189,7 +160,7 @@ class LastOutputs:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        return _State(RandomState.capture(), buffers, attributes, tensors, parameters)
+        return _State(RandomState.capture(), buffers, LeftOnModules(self._all), parameters)
 
     def _outcome(self, step: StepAtLast, result: Any, before: _State | None) -> Mapping[str, Any]:
         assert before is not None, "it is called in the first process"
@@ -207,7 +178,7 @@ class LastOutputs:
                 (path_of[owner], name, owner._buffers[name])
                 for owner, name in before.buffers.changed
             ],
-            "attributes": before.changed_values(),
+            "attributes": list(before.attributes.changes()),
             "parameters": [
                 (path, name, parameter.detach())
                 for path, name, parameter, version in before.parameters
@@ -228,8 +199,7 @@ class LastOutputs:
             parameter = self._modules[path]._parameters[name]
             if parameter is not None and not parameter.is_meta:
                 _set_value(parameter, value.to(parameter.device))
-        for path, name, value in outcome["attributes"]:
-            vars(self._all[path])[name] = value
+        follow(self._all, outcome["attributes"])
         for path, count in outcome["updates"].items():
             self._metrics[path]._update_count = count
         loss = outcome["loss"]
@@ -311,14 +281,6 @@ def _set_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Set the value of a parameter, unless it has it: autograd refuses edits of what it needs."""
     if not equal(parameter, value):
         parameter.copy_(value)
-
-
-def _is_told(value: Any) -> bool:
-    """Return True for a value that other processes are told: a number, string or small tensor."""
-    if type(value) is Tensor:
-        return not (value.requires_grad or value.is_meta) and value.numel() <= _SMALL
-    is_number = type(value) in (bool, int, float) or isinstance(value, np.number | np.bool_)
-    return value is None or is_number or type(value) is str
 
 
 def _name_of(reduction: Callable[..., Any], logged: str) -> str:

@@ -7,9 +7,12 @@ That is what ``last_outputs`` does, and ``step_at_last`` below it.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +88,43 @@ class Tied(Classifier):
         return loss
 
 
+class Keeping(Classifier):
+    """Keeps outputs of steps on itself until the end of the epoch, as Lightning's users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.predicted = defaultdict[str, list[Any]](list)
+        self.logits: list[Tensor] = []
+        self.memory = torch.zeros(4, 5_000, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.memory = self.memory.roll(1, 0) + batch[0].sum()  # all processes with the step do it
+        loss = super().training_step(batch, batch_idx) + 0.01 * self.memory.mean()
+        self.losses.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean_loss", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        output = self(x)
+        self.predicted["right"].append((output.argmax(1) == y).numpy())
+        self.logits.append(output.repeat(5_000, 1))
+        self.log("val_loss", F.cross_entropy(output, y))
+
+    def on_validation_epoch_end(self) -> None:
+        right, logits = np.concatenate(self.predicted.pop("right")), torch.cat(self.logits)
+        self.logits.clear()
+        self.log("right", float(right.mean()))
+        self.log("variance", logits.var())
+        if logits.is_meta:
+            with pytest.raises(RuntimeError, match="meta"):
+                logits.mean().item()
+
+
 def fit(
     root: Path,
     processes: str,
@@ -138,6 +178,8 @@ def fit(
         ("per_stage", "zero_bubble", Classifier, {"precision": "bf16-mixed"}),
         ("per_stage", "zero_bubble_v", Everything, {"gradient_clip_val": 0.05}),
         ("per_stage", FOLDED, Everything, {}),
+        ("per_stage", "fill_drain", Keeping, {}),
+        ("per_node", "1f1b", Keeping, {"accumulate_grad_batches": 2}),
     ],
 )
 def test_fit(
@@ -312,18 +354,18 @@ class Ending(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = {"open": 0, "most": 0}  # of this process: others are told of numbers
-        self.ends: list[tuple[bool, bool]] = []
+        # Of this process, since others are not told of such an object.
+        self.blocks = SimpleNamespace(open=0, most=0, ends=[])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        counts = self.counts
-        counts["open"] += 1
-        counts["most"] = max(counts.values())
+        blocks = self.blocks
+        blocks.open += 1
+        blocks.most = max(blocks.most, blocks.open)
         try:
             return super().training_step(batch, batch_idx)
         finally:
-            counts["open"] -= 1
-            self.ends.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            blocks.open -= 1
+            blocks.ends.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
 
 
 def ends_of_blocks(root: Path) -> tuple[int, int, list[tuple[bool, bool]]]:
@@ -339,7 +381,7 @@ def ends_of_blocks(root: Path) -> tuple[int, int, list[tuple[bool, bool]]]:
     )
     model = Ending()
     made.fit(model, datamodule=Data())
-    return model.counts["open"], model.counts["most"], model.ends
+    return model.blocks.open, model.blocks.most, model.blocks.ends
 
 
 def test_blocks_around_calls_end_in_the_state_of_the_step(tmp_path: Path, two_ranks: Pool) -> None:
