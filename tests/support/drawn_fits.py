@@ -229,11 +229,17 @@ def outcome(
         model, history, record = _fitted(fit, root, checkpoint, options)
         made = model.trainer
         saved = torch.load(root / "last.ckpt", weights_only=False)
-        found.trained.append([model.state_dict(), saved["state_dict"], saved["optimizer_states"]])
+        optimizers = list(map(_in_order, saved["optimizer_states"]))
+        found.trained.append([model.state_dict(), saved["state_dict"], optimizers])
         found.trained.append([saved["lr_schedulers"], made.global_step, made.current_epoch])
         found.logged.append([record.seen, history.entries, dict(made.callback_metrics)])
         found.logged.append([saved["loops"], decisions(made), sorted(saved.keys() - {KEY})])
     return found
+
+
+def _in_order(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """A state with its parameters in order: that of their first gradients is of no matter."""
+    return {**optimizer, "state": dict(sorted(optimizer["state"].items()))}
 
 
 def _fitted(
