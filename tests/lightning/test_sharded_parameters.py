@@ -114,7 +114,7 @@ def fit(
     root: Path,
     place: str,
     build: Callable[[], Any],
-    sharding: str,
+    sharding: str | None,
     data: type[Halves] = Halves,
     strategy: dict[str, Any] | None = None,
     callbacks: list[Callback] | None = None,
@@ -154,6 +154,24 @@ def assert_same_fit(root: Path, ranks: Any, *args: Any, **options: Any) -> None:
         assert one["parameters"].keys() <= expected["parameters"].keys()
         torch.testing.assert_close(one["buffers"], expected["buffers"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(one["logged"], expected["logged"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["2x1", "2x2"])
+def test_statistics_of_replicas(
+    four_ranks: Any, two_ranks: Any, tmp_path: Path, place: str
+) -> None:
+    """Each replica evaluates with those of the first, as with DistributedDataParallel.
+
+    Once replicas without its wrapper evaluated with their own.
+    """
+    ranks = two_ranks if place == "2x1" else four_ranks
+    wrapped = partial(fit, strategy={"ddp": {"find_unused_parameters": True}})
+    whole = ranks.run(wrapped, tmp_path, place, Normalised, None)
+    divided = ranks.run(fit, tmp_path, place, Normalised, "gradients")
+
+    for one, expected in zip(divided, whole, strict=True):
+        torch.testing.assert_close(one["buffers"], expected["buffers"], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one["logged"], expected["logged"], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

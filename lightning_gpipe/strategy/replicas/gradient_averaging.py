@@ -227,7 +227,7 @@ class GradientAveraging:
         if averages is not None:
             self._sharding.check_hooks(averages.parameters)
         if loss is None:
-            self._equalise_buffers()
+            self.equalise_buffers()
         if averages is None or not self.is_due:
             yield
             return
@@ -244,14 +244,18 @@ class GradientAveraging:
             with Journal().changed([(Attributes(pipeline.engine), "home", averages)]):
                 yield
 
-    def _equalise_buffers(self) -> None:
-        """Give all replicas the buffers of the first before a step, as the wrapper would do."""
+    def equalise_buffers(self, *, trains: bool = True) -> None:
+        """Give all replicas the buffers of the first, as the wrapper would do.
+
+        It does so before each step that ``trains``, and before the first one of an evaluation, but
+        not after a step that has averaged no gradients.
+        """
         module, across = self._buffers_of, self._processes.across
         if module is None or across is None:
             return
         if self._synchronised and self._ddp.get("broadcast_buffers") is not False:
             equalise_buffers(module, across)
-        self._synchronised = not self._accumulates
+        self._synchronised = trains and not self._accumulates
 
     def end(self) -> None:
         self._early = self._pipeline = self._averages = self._buffers_of = None
