@@ -3,6 +3,7 @@
 Each command is a function of its arguments, a list of strings.
 """
 
+import os
 import sys
 
 from lightning_gpipe.commands.check import check
@@ -25,6 +26,9 @@ Without an installation, write python -m lightning_gpipe instead of lightning-gp
 
 def run() -> None:
     """Run the command line of this process, and end it."""
+    # A console script has its own folder there, and not the user's modules as `python -m` has.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     name, *arguments = sys.argv[1:] or ["--help"]
     command = {"check": check, "plan": plan_command}.get(name)
     if name in ("-h", "--help"):

@@ -84,14 +84,16 @@ class Arrangement:
                 f"divide their number: got {got}. For several pipelines within a machine write "
                 "processes='single'."
             )
-        if self.mode == "single" and (
-            self.replicas % self.nodes or self.devices % (self.replicas // self.nodes)
-        ):
+        if self.mode == "single" and self.replicas % self.nodes:
             raise ValueError(
-                "processes='single' runs a pipeline within a machine, so each machine must have "
-                f"equally many, over equally many devices: got {got}. Write num_nodes=1, a "
-                "multiple of num_nodes as replicas, or processes='per_stage' for pipelines over "
-                "machines."
+                "processes='single' runs each pipeline within one machine, so replicas must be a "
+                f"multiple of num_nodes: got {got}. Write num_nodes=1, a multiple of it as "
+                "replicas, or processes='per_stage' for pipelines over machines."
+            )
+        if self.mode == "single" and self.devices % (self.replicas // self.nodes):
+            raise ValueError(
+                "the devices of a machine must divide into equal pipelines: got "
+                f"{got}. Write a multiple of {self.replicas // self.nodes} as devices."
             )
 
     @property

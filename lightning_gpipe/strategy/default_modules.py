@@ -68,7 +68,7 @@ def _pipes_of(
     for name, container in containers.items():
         if _holds(container, network):
             return [PipedModule(root, name, container)]
-    if traced:
+    if traced and any(True for _ in network.children()):
         try:
             whole = PipedModule(root, path, network)
         except (UnsupportedForward, TypeError) as error:
@@ -138,9 +138,21 @@ def _no_choice(root: nn.Module, reasons: Sequence[str]) -> str:
             f"{len(lines)} in {owner}. Choose one with module=..., or a list of several:"
             f"{''.join(lines)}" + "".join(f"\n  not whole, {reason}" for reason in reasons)
         )
+    reasons = [*reasons, *_unregistered(root)]
     return (
         f"{owner} must hold layers to pipeline: got no nn.Sequential, no nn.ModuleList, and no "
         "network with a forward that can be cut. Put the layers into one, as in self.layers = "
-        "nn.Sequential(...), in __init__ or configure_model."
+        f"nn.Sequential(...), in __init__ or configure_model. Layers that {owner} calls itself, "
+        "move together with these calls into an nn.Module of their own."
         + "".join(f"\n  {reason}" for reason in reasons)
     )
+
+
+def _unregistered(root: nn.Module) -> list[str]:
+    """Say which attributes are plain lists of modules, which have no parameters for PyTorch."""
+    return [
+        f"{name}: a plain {type(value).__name__} of modules, whose parameters no optimizer gets. "
+        "Write nn.ModuleList(...)."
+        for name, value in vars(root).items()
+        if isinstance(value, list | tuple) and any(isinstance(x, nn.Module) for x in value)
+    ]

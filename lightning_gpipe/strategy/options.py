@@ -269,6 +269,16 @@ def _check_balance(balance: Any) -> None:
         check_balance(balance)
 
 
+# The names of other packages for arguments of GPipeStrategy.
+_ELSEWHERE = {
+    "checkpoint": "activation_checkpointing",
+    "microbatches": "chunks",
+    "n_microbatches": "chunks",
+    "num_microbatches": "chunks",
+    "num_stages": "balance",
+}
+
+
 def refusing_unknown_arguments(construct: Callable[P, None]) -> Callable[P, None]:
     """Let a constructor refuse misspelt arguments, and those of DistributedDataParallel."""
     known = signature(construct).parameters
@@ -284,8 +294,8 @@ def refusing_unknown_arguments(construct: Callable[P, None]) -> Callable[P, None
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    meant = get_close_matches(name, known, n=1)
-    way_out = f"Did you mean {meant[0]}?" if meant else "Leave it out."
+    meant = _ELSEWHERE.get(name) or next(iter(get_close_matches(name, known, n=1)), None)
+    way_out = f"Did you mean {meant}?" if meant else "Leave it out."
     if name in signature(DistributedDataParallel).parameters:
         way_out = f"For replicas, write ddp={{{name!r}: ...}}; one pipeline has no use for it."
-    return f"GPipeStrategy must get arguments of its own: got {name}. {way_out}"
+    return f"GPipeStrategy has no argument {name}. {way_out}"

@@ -231,8 +231,8 @@ class PipelinedModule:
             self._first = False
             if (m := timeline.schedule.m) < chunks:
                 rank_zero_info(
-                    f"GPipe: the first batch has rows for {m} of {chunks} micro-batches, so the "
-                    "devices wait longer than they would. Larger batches fill the pipeline."
+                    f"GPipe: the first batch has rows for {m} micro-batches only, fewer than "
+                    f"chunks={chunks}, so the bubble is larger. Larger batches make it smaller."
                 )
         for piped, way in zip(self.modules, self.pipeline.ways, strict=True):
             if way is not None and (piped.name, way.faster) not in self._reported:

@@ -7,6 +7,7 @@ and also where a launcher's variables are set.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from socket import socket
@@ -422,6 +423,12 @@ class _ProcessLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                "start_method='spawn' imports the script in each process, so the script must start "
+                "processes only where it is the main program: it did so while it was imported. Put "
+                "the code that trains behind if __name__ == '__main__':"
+            )
         try:
             with self._processes.listening():
                 return super().launch(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,20 @@ def test_help_lists_every_command(
 
     printed = capsys.readouterr().out
     assert all(name in printed for name in COMMANDS)
+
+
+def test_console_script_finds_modules_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``lightning-gpipe fit`` once knew no ``class_path: model.Classifier``; ``python -m`` did."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-gpipe", "--help"])
+    monkeypatch.setattr(sys, "path", ["/somewhere/bin"])
+
+    run()
+    run()
+
+    assert sys.path == [str(tmp_path), "/somewhere/bin"]
 
 
 @pytest.mark.parametrize("name", ["check", "plan"])

@@ -102,7 +102,8 @@ def test_places(arguments: Any, expected: str) -> None:
         (("per_node", 2, 3, 4), "replicas must divide their number: got replicas=2"),
         (("per_node", 2, 1, 4), "write processes='single'"),
         (("single", 3, 2, 3), "Write num_nodes=1, a multiple"),
-        (("single", 2, 1, 3), "equally many devices: got replicas=2, Trainer.devices=3"),
+        (("single", 2, 1, 3), "equal pipelines: got replicas=2, Trainer.devices=3"),
+        (("single", 6, 2, 4), "Write a multiple of 3 as devices"),
         (("single", 1, 2, 3), "or processes='per_stage' for pipelines over machines"),
     ],
 )

@@ -153,7 +153,16 @@ def test_nothing_with_layers() -> None:
     with pytest.raises(ValueError, match=r"Model must hold layers to pipeline") as error:
         paths(Model(layer=nn.Linear(2, 2)))
 
-    assert "layer: Model.layer must call modules in its forward" in str(error.value)
+    assert "move together with these calls into an nn.Module of their own" in str(error.value)
+
+
+def test_plain_list_of_layers() -> None:
+    """A list that is no nn.ModuleList was not mentioned, only the head beside it."""
+    model = Model(head=nn.Linear(2, 2))
+    model.layers = [nn.Linear(2, 2)]  # type: ignore[assignment]  # the mistake
+
+    with pytest.raises(ValueError, match=r"layers: a plain list of modules.* Write nn\.ModuleList"):
+        paths(model)
 
 
 def test_nothing_with_half_of_the_work() -> None:

@@ -78,11 +78,13 @@ def test_threads_that_are_neither(make: Any) -> None:
         ("chunk", "Did you mean chunks?"),
         ("scheduler", "Did you mean schedule?"),
         ("find_unused_parameters", "For replicas, write ddp={'find_unused_parameters': ...};"),
+        ("checkpoint", "Did you mean activation_checkpointing?"),
+        ("num_microbatches", "Did you mean chunks?"),
         ("offload", "Leave it out."),
     ],
 )
 def test_argument_that_it_does_not_have(name: str, way_out: str) -> None:
     options: dict[str, Any] = {name: 4}
 
-    with pytest.raises(TypeError, match=f"got {name}. {re.escape(way_out)}"):
+    with pytest.raises(TypeError, match=f"no argument {name}. {re.escape(way_out)}"):
         GPipeStrategy(**options)

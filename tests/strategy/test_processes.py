@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.strategy.processes import backend_for
-from tests.support.lightning_modules import trainer
+from tests.support.lightning_modules import Classifier, trainer
 
 SLURM = {
     "SLURM_JOB_NAME": "train",
@@ -42,6 +43,18 @@ def test_task_of_slurm_knows_its_place(tmp_path: Path, monkeypatch: pytest.Monke
 def test_replicas_that_the_devices_of_a_trainer_do_not_divide_into(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="replicas=2, Trainer.devices=3, num_nodes=1"):
         trainer(tmp_path, GPipeStrategy([2, 4], replicas=2), devices=3)
+
+
+def test_script_that_trains_while_a_spawned_process_imports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the error was that another program uses the port, which was the main process."""
+    # Python sets this in a process that it has spawned, while the main module is imported.
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    strategy = GPipeStrategy([2, 4], processes="per_stage", start_method="spawn")
+
+    with pytest.raises(RuntimeError, match="behind if __name__ == '__main__':"):
+        trainer(tmp_path, strategy, devices=2).fit(Classifier())
 
 
 @pytest.mark.parametrize("nccl", [True, False])

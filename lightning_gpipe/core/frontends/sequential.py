@@ -86,7 +86,13 @@ class Layers(Frontend):
             return super().call(run, *args, **kwargs)
         return self._forward(run, *args, **kwargs)
 
-    def _forward(self, run: RunProgram, input: Any) -> Any:
+    def _forward(self, run: RunProgram, input: Any, *others: Any, **named: Any) -> Any:
+        if others or named:
+            raise TypeError(
+                f"{self._name} must be called with one argument, as any nn.Sequential: got "
+                f"{1 + len(others) + len(named)}. Pass several values as one tuple, which its "
+                "first layer gets."
+            )
         try:
             self._check_same()
         except RuntimeError as error:

@@ -34,13 +34,15 @@ def stage_table(
     costs = parameter_costs(x for layout, j in rows for x in layout.partitions[j].layers)
     sizes = sums_of(costs, [len(layout.partitions[j].layers) for layout, j in rows])
     skips = any(layout.routes for layout in layouts)
-    right = partial(Column, justify="right")
-    table = Table(right("stage"), "device", right("layers"), right("number"), "kinds")
+    right = partial(Column, justify="right", no_wrap=True)
+    folded = partial(Column, overflow="fold")  # in a narrow console these two become narrower
+    layers, kinds = right("layers"), folded("kinds")
+    table = Table(right("stage"), Column("device", no_wrap=True), layers, right("number"), kinds)
     titles = (time_unit(measured[0].unit), "MiB") if measured else ()
     for name in ("parameters", "share", *titles):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     if skips:
-        table.add_column("skips to")
+        table.add_column("skips to", overflow="fold")
     for (layout, j), parameters in zip(rows, sizes, strict=True):
         partition = layout.partitions[j]
         table.add_row(

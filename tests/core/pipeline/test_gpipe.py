@@ -136,6 +136,12 @@ def test_batch_without_a_tensor(pipeline: GPipe) -> None:
         pipeline(["text"])
 
 
+def test_several_arguments(pipeline: GPipe) -> None:
+    """The error was Python's, of a private method."""
+    with pytest.raises(TypeError, match="called with one argument, as any nn.Sequential: got 2"):
+        pipeline(torch.ones(4, 4), torch.ones(4, 4))
+
+
 def test_parameter_that_was_moved_after_setup(pipeline: GPipe) -> None:
     pipeline[2].to("meta")
 

@@ -15,10 +15,10 @@ from tests.support.pipes import Pipe
 from tests.support.skip_layers import pair
 
 
-def drawn(partitions: list[Partition], devices: list[str]) -> str:
+def drawn(partitions: list[Partition], devices: list[str], width: int = 100) -> str:
     table = stage_table([lay_out(partitions, [torch.device(device) for device in devices])], {})
     table.box = box.ASCII2
-    console = Console(width=100)
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -40,6 +40,16 @@ def test_one_row_for_each_stage() -> None:
         |     2 | cpu    |      4 |      1 | Linear          |      9,000 | 52.5% |
         +-------+--------+--------+--------+-----------------+------------+-------+
     """)
+
+
+def test_titles_are_whole_in_a_narrow_console() -> None:
+    """In 80 columns, which many terminals have, the title of a column was ``paramete…``."""
+    layers = [nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8), nn.Embedding(8, 8)]
+
+    text = drawn(cut(nn.Sequential(*layers), [3, 1]), ["cuda:0", "cuda:1"], width=66)
+
+    assert "| stage | device | layers | number | kinds" in text
+    assert "| parameters | share |" in text
 
 
 def test_parameter_that_stages_share_counts_for_the_first() -> None:
