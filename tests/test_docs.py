@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,14 @@ def test_site_has_every_page() -> None:
     order = (ROOT / "mkdocs.yml").read_text("utf-8")
 
     assert [page for page in SITE if page.relative_to(DOCS).as_posix() not in order] == []
+
+
+def test_table_of_the_arguments_has_all_of_them() -> None:
+    table = (DOCS / "guide" / "arguments.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE)
+    arguments = signature(lightning_gpipe.GPipeStrategy).parameters
+
+    assert sorted(rows) == sorted(arguments)
 
 
 def test_api_lists_every_public_name() -> None:
