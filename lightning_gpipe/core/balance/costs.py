@@ -64,22 +64,28 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Place:
-    """The device of a stage.
+    """The device of a stage, for a balance or a plan.
+
+    Example::
+
+        devices = [Place(memory=24 * 2**30), Place(memory=16 * 2**30, speed=0.5)]
 
     Attributes:
         speed: The speed, relative to the device on which the times were measured.
         memory: The bytes of its memory.
-        busy: The time for other work than the layers, such as an embedding or a loss.
-        taken: The bytes for other things than the layers.
-        alive: The number of micro-batches that are alive on it at once.
-        extra: How often it spends the extra time of layers.
-        micro_batches: Their number, if it may recompute as many as it must, which spends the extra
-            time on each of these; or else 0.
-        least: The number of micro-batches that are alive at once if all are recomputed.
-        host_speed: The bytes per second that come to it from the memory of the host, and as many
-            that go there meanwhile; by default as on a PCIe bus of the fourth generation.
-        replica_speed: The bytes per second that come to it from other replicas; by default no time
-            counts for that.
+        busy: The time of other work than the layers, such as an embedding or a loss, in the unit
+            of the times of the layers.
+        taken: The bytes in use for other things than the layers.
+        alive: The number of micro-batches whose activations it holds at once.
+        extra: The factor of the extra time of layers, which recomputation takes: 0.5 if every
+            second micro-batch is recomputed.
+        micro_batches: The number of micro-batches, if it may recompute as many of them as its
+            memory requires; otherwise 0.
+        least: The number of micro-batches whose activations it holds at once if all are recomputed.
+        host_speed: The bytes per second from the memory of the host, and at the same time as many
+            to it. The default is that of PCIe 4.0.
+        replica_speed: The bytes per second from other replicas. By default these transfers take no
+            time.
     """
 
     speed: float = 1.0

@@ -51,6 +51,8 @@ class Alternative:
 class Plan:
     """The settings that were chosen for a pipeline, and their predicted time and memory.
 
+    It prints as one line; the plan command shows it as tables.
+
     Attributes:
         prediction: The settings, with the time and the memory of a mini-batch.
         alternatives: Other settings, and why they were not chosen.
@@ -61,9 +63,11 @@ class Plan:
 
     @property
     def settings(self) -> PlannedSettings:
+        """The balance, the number of micro-batches, the schedule and the other settings."""
         return self.prediction.settings
 
     def as_dict(self) -> dict[str, Any]:
+        """Return nested dicts and lists of numbers and strings, for JSON."""
         alternatives = [alternative.as_dict() for alternative in self.alternatives]
         return {**self.prediction.as_dict(), "alternatives": alternatives}
 
