@@ -80,10 +80,10 @@ def check_synchronised(layer_sync: LayerSync | None, options: StrategyOptions) -
     if not all(got.values()):
         refused = ", ".join(name for name, fits in got.items() if not fits)
         raise ValueError(
-            "Trainer(sync_batchnorm=True) is for replicas, of which batch norms that defer their "
-            f"statistics and are not compiled normalise by the rows of all: got {refused}. Leave "
-            "it out: within one pipeline, deferred_batch_norm=True, the default, keeps the running "
-            "statistics those of the whole batch."
+            "Trainer(sync_batchnorm=True) lets batch norms normalise by the rows of all replicas, "
+            "and needs replicas=2 or more, deferred_batch_norm=True and compile=False: got "
+            f"{refused}. Leave it out for one pipeline: with deferred_batch_norm=True, running "
+            "statistics are those of the whole batch."
         )
 
 

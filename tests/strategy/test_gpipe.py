@@ -150,15 +150,6 @@ def test_pipeline_exists_from_setup_to_teardown(tmp_path: Path) -> None:
     assert strategy.pipeline is None
 
 
-def test_batch_with_fewer_rows_than_chunks_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        fitted(tmp_path, GPipeStrategy([2, 4], chunks=100), devices=2)
-
-    assert "micro-batches only, fewer than chunks=100, so the bubble is larger" in caplog.text
-
-
 @pytest.mark.parametrize("threads, expected", [(True, 2), (False, 0)])
 def test_a_thread_per_device(tmp_path: Path, threads: bool, expected: int) -> None:
     class Looks(L.Callback):

@@ -259,7 +259,7 @@ def test_batch_with_fewer_rows_than_chunks_is_told_once(
     with caplog.at_level(logging.INFO):
         fitted(tmp_path, GPipeStrategy([2, 4], chunks), devices=2, max_epochs=2)
 
-    assert caplog.text.count(f"of {chunks} micro-batches, so the devices wait") == said
+    assert caplog.text.count(f"fewer than chunks={chunks}, so the bubble is larger") == said
 
 
 class Piped(Classifier):

@@ -13,6 +13,7 @@ from lightning_gpipe.core.layout.layout import (
     Tie,
     Weights,
     check_around,
+    check_devices,
     check_weights,
     lay_out,
     ties_of,

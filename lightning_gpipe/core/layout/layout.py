@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -32,8 +32,17 @@ def check_around(around: str) -> None:
     """Refuse a value other than ``"last"`` and ``"first"``."""
     if around not in get_args(Around):
         raise ValueError(
-            "around must be 'last' or 'first', the stage that what is around a pipeline is with: "
-            f"got {around!r}."
+            "around must be 'last' or 'first', the stage whose device has the modules around the "
+            f"pipeline: got {around!r}."
+        )
+
+
+def check_devices(devices: Any) -> None:
+    """Refuse a single device, or a number of them, in the place of a list."""
+    if devices is not None and (not isinstance(devices, Sequence) or isinstance(devices, str)):
+        raise TypeError(
+            f"devices must be a list of devices, or None: got {devices!r}. Give one for each "
+            "worker, such as ['cuda:0', 'cuda:1']."
         )
 
 

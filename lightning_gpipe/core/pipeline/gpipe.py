@@ -25,7 +25,7 @@ from lightning_gpipe.core.frontends import (
     remove_dispatch_hooks,
     with_index,
 )
-from lightning_gpipe.core.layout import Around, Layout, Weights, check_around
+from lightning_gpipe.core.layout import Around, Layout, Weights, check_around, check_devices
 from lightning_gpipe.core.pipeline.build import attach_all, connect_all, lay_out_all, rebuild, recut
 from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each
 from lightning_gpipe.core.pipeline.choose.options import Requested
@@ -181,6 +181,7 @@ class GPipe(StandIn):
         )
         requested.check()
         check_around(around)
+        check_devices(devices)
         check_microbatching(microbatching)
         check_threads(threads)
         check_cores(cores)

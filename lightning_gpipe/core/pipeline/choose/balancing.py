@@ -20,7 +20,7 @@ from lightning_gpipe.core.balance import (
     solve_on,
     time_costs,
 )
-from lightning_gpipe.core.layout import Around, check_enough_layers
+from lightning_gpipe.core.layout import Around, check_balance, check_enough_layers
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 
@@ -33,6 +33,8 @@ CRITERIA = ("parameters", "time", "memory")
 def balance_of_each(paths: Any, balance: Any) -> list[Any]:
     """Return the balance of each path of a list, or of a single path; a string is for all."""
     if not isinstance(paths, list | tuple):
+        if not isinstance(balance, Sequence):
+            check_balance(balance)
         return [balance]
     if isinstance(balance, str) and paths:
         return [balance] * len(paths)
