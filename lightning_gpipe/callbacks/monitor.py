@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +21,6 @@ from lightning_gpipe.callbacks.running import (
     BETWEEN,
     RecordedStep,
     all_of,
-    best_balance,
     check_positive,
     milliseconds,
     peak_memory,
@@ -33,7 +30,6 @@ from lightning_gpipe.callbacks.running import (
     strategy_of,
 )
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.planner import changes, doubts
 from lightning_gpipe.core.run import Observation, Timeline
 from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
 from lightning_gpipe.distributed import Group
@@ -41,7 +37,6 @@ from lightning_gpipe.strategy import path_of
 
 TRACE, PICTURE = "pipeline_trace.json", "pipeline_timeline.png"
 _STEPS = 5  # the latest recorded steps, which the trace shows
-_WORTH = 0.02  # changes with a smaller gain are not listed
 
 
 class PipelineMonitor(Callback):
@@ -56,7 +51,7 @@ class PipelineMonitor(Callback):
     busiest stage is above the mean), micro-batches per second, and the peak memory of each device
     since the process began; for a pipeline over several processes, those of all of them. At the end
     of a fit it writes ``pipeline_trace.json``, which Perfetto and Chrome open, and
-    ``pipeline_timeline.png``, and prints which other settings would be faster.
+    ``pipeline_timeline.png``, and prints how long the stages and the rest of a step took.
 
     Args:
         every_n_steps: How often to record; None takes the Trainer's ``log_every_n_steps``.
@@ -89,7 +84,7 @@ class PipelineMonitor(Callback):
         self._timelines: list[Timeline] = []  # of the current step
         self._marks: list[tuple[str, float]] = []  # the caller's activities and when they began
         self._steps: deque[RecordedStep] = deque(maxlen=_STEPS)
-        self._latest: dict[str, deque[Observation]] = {}  # of each pipeline, in these steps
+        self._latest: dict[str, Observation] = {}  # of each pipeline
         self._step = 0
 
     @override
@@ -177,9 +172,10 @@ class PipelineMonitor(Callback):
         seconds = sum(observation.length for _, observation in observations)
         step = RecordedStep(self._step, runs, caller, seconds)
         self._steps.append(step)
+        latest = dict(observations)
+        self._latest |= latest
         self.metrics = {}
-        for name, observation in dict(observations).items():
-            self._latest.setdefault(name, deque(maxlen=_STEPS)).append(observation)
+        for name, observation in latest.items():
             prefix = f"pipeline/{name}/" if name else "pipeline/"
             for key, metric in _metrics(observation).items():
                 self.metrics[prefix + key] = metric
@@ -200,11 +196,10 @@ class PipelineMonitor(Callback):
                     yield f"rank_{rank}/{device}" if len(of_ranks) > 1 else device, peak
 
     def _finish(self, trainer: Trainer, model: LightningModule) -> None:
-        pipeline = pipeline_of(trainer, self)
         if not trainer.is_global_zero:
             return
-        for name, latest in self._latest.items():
-            rank_zero_info(_summary(name, pipeline, latest))
+        for name, observation in self._latest.items():
+            rank_zero_info(_summary(name, observation))
         rank_zero_info(f"PipelineMonitor: {self._steps[-1]}.")
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +224,7 @@ class PipelineMonitor(Callback):
         ]
         if any(span.action.by_caller for span in all_spans):
             workers.append(f"{layout.outside}\ncaller")
-        first = next(iter(self._latest.values()))[-1]
+        first = next(iter(self._latest.values()))
         note = (
             f"{step}\none mini-batch of {first.schedule.m} micro-batches, bubble "
             f"{first.bubble:.0%} ({first.schedule.bubble:.0%} by the schedule)"
@@ -251,34 +246,12 @@ def _metrics(observation: Observation) -> dict[str, float]:
     return metrics
 
 
-def _summary(name: str, pipeline: GPipe, latest: Sequence[Observation]) -> str:
-    """Return the line at the end of a fit: the time of a mini-batch, and settings to change."""
-    observation = latest[-1]
+def _summary(name: str, observation: Observation) -> str:
+    """Return the line at the end of a fit."""
     of_module = f" of {name}" if name else ""
     busy = ", ".join(map(milliseconds, observation.busy))
     return (
         f"PipelineMonitor: a mini-batch takes {milliseconds(observation.length)} in the "
         f"pipeline{of_module}, its bubble is {observation.bubble:.0%} "
-        f"({observation.schedule.bubble:.0%} by the schedule), its stages are busy for "
-        f"{busy}. {_advice(name, pipeline, latest)}."
-    )
-
-
-def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation]) -> str:
-    """Return the gains of other settings, if a simulation explains these mini-batches' time."""
-    last = latest[-1]
-    alike = [x for x in latest if (x.schedule, x.inline) == (last.schedule, last.inline)]
-    times = {key: median(x.times[key] for x in alike) for key in last.times}
-    length, lag = median(x.length for x in alike), median(x.lag for x in alike)
-    doubt = doubts(last.schedule, times, length, lag=lag, inline=last.inline)
-    if doubt:
-        return f"What other settings would bring is not known, for {doubt}"
-    paths = [piped.path for piped in pipeline.piped_modules]
-    k = 0 if len(paths) == 1 else paths.index(name)
-    best = partial(best_balance, pipeline, k) if pipeline.profiles else None
-    gains = changes(last.schedule, times, last.busy, best, inline=last.inline)
-    worth = [str(change) for change in gains if change.gain > _WORTH]
-    on_one_thread = " on one thread" if last.inline else ""
-    return f"By simulation{on_one_thread}, " + (
-        "; ".join(worth) if worth else f"no other setting would bring more than {_WORTH:.0%}"
+        f"({observation.schedule.bubble:.0%} by the schedule), its stages are busy for {busy}."
     )

@@ -16,14 +16,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpipe.callbacks.running import (
-    best_balance,
     check_positive,
     milliseconds,
     pipeline_of,
     strategy_of,
 )
-from lightning_gpipe.core.balance import Shift
-from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.balance import Place, Shift, recomputing, shift_for, time_costs
+from lightning_gpipe.core.pipeline import GPipe, memory_of
 from lightning_gpipe.core.run import Observation, Timeline, typical
 
 _MINI_BATCHES = 20  # the latest, of which the median is taken; reading one waits for GPUs
@@ -114,7 +113,7 @@ class Rebalance(Callback):
         if self._latest and (before := self._better_before(busy)):
             return before
         try:
-            shifts = [best_balance(pipeline, k, times) for k, times in enumerate(busy)]
+            shifts = [_best_balance(pipeline, k, times) for k, times in enumerate(busy)]
         except ValueError as error:  # nothing fits the memory
             rank_zero_warn(f"Rebalance keeps the balance: {error}")
             return []
@@ -159,6 +158,19 @@ class Rebalance(Callback):
             rank_zero_warn(f"Rebalance keeps the balance: {error}")
             return False
         return True
+
+
+def _best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
+    """Return the best balance of module ``k`` for the ``busy`` times of its stages in a mini-batch.
+
+    Raises a ValueError if no balance fits the memory of the devices.
+    """
+    profile, layout = pipeline.profiles[k], pipeline.layouts[k]
+    places = [Place(memory=memory_of(layout.device_of(j))) for j in range(layout.n)]
+    outside = layout.n - 1 if layout.around == "last" else 0
+    places[outside] = replace(places[outside], taken=profile.around.held_bytes)
+    places = recomputing(places, profile, pipeline.activation_checkpointing)
+    return shift_for(time_costs(profile), pipeline.balances[k], busy, layout.placement, places)
 
 
 def _stay(shift: Shift) -> Shift:

@@ -1,4 +1,4 @@
-"""Checks of the callbacks, and facts of a running pipeline: best balance, peak memory, times.
+"""Checks of the callbacks, and facts of a running pipeline: peak memory, times.
 
 Times are on the clock of the first process. Those of other processes are converted by the time of
 day, which the machines of a cluster keep alike within a millisecond or less.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from time import perf_counter, time
 from typing import NamedTuple, TypeVar
@@ -16,9 +15,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_gpipe.core.balance import Place, Shift, recomputing, shift_for, time_costs
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.pipeline import GPipe, memory_of
+from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import Span
 from lightning_gpipe.core.show import Slice
 from lightning_gpipe.distributed import Group
@@ -87,19 +85,6 @@ def milliseconds(seconds: float) -> str:
     """Format a time to three digits, such as ``2.41 ms`` or ``1,260 ms``."""
     number = 1e3 * seconds
     return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
-
-
-def best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
-    """Return the best balance of module ``k`` for the ``busy`` times of its stages in a mini-batch.
-
-    Raises a ValueError if no balance fits the memory of the devices.
-    """
-    profile, layout = pipeline.profiles[k], pipeline.layouts[k]
-    places = [Place(memory=memory_of(layout.device_of(j))) for j in range(layout.n)]
-    outside = layout.n - 1 if layout.around == "last" else 0
-    places[outside] = replace(places[outside], taken=profile.around.held_bytes)
-    places = recomputing(places, profile, pipeline.activation_checkpointing)
-    return shift_for(time_costs(profile), pipeline.balances[k], busy, layout.placement, places)
 
 
 def peak_memory(device: torch.device) -> float | None:
