@@ -5,13 +5,13 @@ Files are written atomically. All that a pipeline adds is one entry, which a pla
 
 from lightning_gpipe.checkpoints.atomic_file import AtomicFiles, check_contents
 from lightning_gpipe.checkpoints.entry import (
-    FROM_CHECKPOINT,
-    MeasuredBalances,
     States,
     generators_of,
     saved_states,
     set_states,
     states_of,
+    value_of_entry,
+    with_entry,
     with_states,
 )
 from lightning_gpipe.checkpoints.portable import (

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_gpipe.core.data import from_whole, identity, map_tensors
-from lightning_gpipe.core.frontends import on_meta
 
 
 def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -62,10 +61,11 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) 
     parameters stay tied.
     """
     state = divided_as_in(module, state)
-    if not on_meta(module):
+    own = module.state_dict()
+    if not any(isinstance(x, Tensor) and x.is_meta for x in own.values()):
         module.load_state_dict(state, strict=strict)
         return
-    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    dtypes = {name: x.dtype for name, x in own.items() if isinstance(x, Tensor)}
     cast = {name: value.to(dtypes.get(name, value.dtype)) for name, value in state.items()}
     tied = [slots for slots in _slots(module).values() if len(slots) > 1]
     module.load_state_dict(cast, strict=strict, assign=True)

@@ -8,7 +8,7 @@ of their own, and average their gradients.
 
 from lightning_gpipe.distributed.checksum import checksum
 from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
-from lightning_gpipe.distributed.comparison import check_same, run_step, shapes, versions
+from lightning_gpipe.distributed.comparison import check_same, shapes, versions
 from lightning_gpipe.distributed.data_parallel import WorldSizeCalls, refuse_world_size
 from lightning_gpipe.distributed.ddp import (
     bucket_bytes,

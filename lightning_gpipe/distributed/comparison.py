@@ -1,15 +1,13 @@
-"""Compares the processes before they begin, and their steps.
+"""Compares the processes before they begin.
 
 A process with another model, another balance or another version would run something else than the
-others: at best they would wait for one another, at worst the numbers would be wrong. If one runs no
-mini-batch in a step in which the others run one, they wait for it, and it is one step ahead from
-then on. So such a step is compared with that of the others; mini-batches are compared as they run.
+others: at best they would wait for one another, at worst the numbers would be wrong.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -17,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.version import __version__
 
@@ -68,22 +65,3 @@ def _differences(everyone: list[dict[str, str]]) -> Iterator[str]:
             if first.get(name) != facts.get(name):
                 here, there = facts.get(name, "none"), first.get(name, "none")
                 yield f"the {name} is {here} on rank {rank} and {there} on rank 0"
-
-
-def run_step(
-    module: L.LightningModule, pipeline: GPipe, step: Callable[[], Any], *, training: bool
-) -> Any:
-    """Run a step of the user's code, and compare it if it runs no mini-batch.
-
-    Raises OutOfStep if it ran no mini-batch, and that of another process did.
-    """
-    if training:
-        for piped in pipeline.piped_modules:
-            piped.pipeline.engine.step = module.global_step
-    before = pipeline.engine.serial
-    with pipeline.engine.telling():
-        result = step()
-    # Lightning itself refuses a training step without a result.
-    if not training or result is not None or not module.automatic_optimization:
-        pipeline.engine.check_run(since=before)
-    return result

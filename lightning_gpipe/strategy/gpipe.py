@@ -42,7 +42,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.checkpoints import (
-    MeasuredBalances,
     drop_foreign_states,
     follow_parameters,
     state_follows,
@@ -94,7 +93,7 @@ from lightning_gpipe.strategy.replicas.gradient_averaging import GradientAveragi
 from lightning_gpipe.strategy.replicas.replicas import Replicas
 from lightning_gpipe.strategy.replicas.sharding import Sharding
 from lightning_gpipe.strategy.replicas.stage_shards import StageShards
-from lightning_gpipe.strategy.resuming import RandomStates
+from lightning_gpipe.strategy.resuming import MeasuredBalances, RandomStates
 from lightning_gpipe.strategy.user_steps import UserSteps
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, ParamSpec, get_args
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gpipe.checkpoints import FROM_CHECKPOINT
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.layout import (
     SHARDINGS,
@@ -36,6 +35,8 @@ from lightning_gpipe.core.schedules import (
 from lightning_gpipe.core.transport import check_cores
 from lightning_gpipe.distributed import Mode
 from lightning_gpipe.strategy.compilation import check_compile
+
+FROM_CHECKPOINT = "checkpoint"  # a balance
 
 StartMethod = Literal["popen", "spawn", "fork"]
 Outputs = Literal["all", "last", "auto"]

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_gpipe.checkpoints import MeasuredBalances
 from lightning_gpipe.core.data import Rows
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.frontends import candidates, is_installed, on_meta
@@ -37,6 +36,7 @@ from lightning_gpipe.strategy.refusals import (
     refuse_pipelines,
     warn_of_one_device,
 )
+from lightning_gpipe.strategy.resuming import MeasuredBalances
 from lightning_gpipe.strategy.sample import entries_in, optimizers_of
 
 _UNVERIFIED = (

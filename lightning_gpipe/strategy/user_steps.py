@@ -28,7 +28,6 @@ from lightning_gpipe.core.layout import layers_of
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.core.verify import FirstBatchVerifier
-from lightning_gpipe.distributed import run_step
 from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.micro_batch_steps import InWrapper, MicroBatchSteps
 from lightning_gpipe.strategy.pipelined import PipelinedModule, report
@@ -101,7 +100,7 @@ class UserSteps:
         for check in self._checks:
             run = partial(check.training, run, automatic=automatic)
         if self._spread:
-            run = partial(run_step, self._module, self._piped.pipeline, run, training=True)
+            run = partial(self._compared, run, training=True)
         with self._sample():
             result = run()
         self._piped.say_ways()
@@ -130,13 +129,31 @@ class UserSteps:
         finally:
             verifier.remove()
 
+    def _compared(self, step: Callable[[], Any], *, training: bool) -> Any:
+        """Run a step, and compare the processes if it runs no mini-batch.
+
+        If the others ran one, they would wait for this process, which would be one step ahead from
+        then on: OutOfStep is raised. Mini-batches are compared as they run.
+        """
+        module, engine = self._module, self._piped.pipeline.engine
+        if training:
+            for piped in self._piped.modules:
+                piped.pipeline.engine.step = module.global_step
+        before = engine.serial
+        with engine.telling():
+            result = step()
+        # Lightning itself refuses a training step without a result.
+        if not training or result is not None or not module.automatic_optimization:
+            engine.check_run(since=before)
+        return result
+
     def evaluation(self, name: str, run: Callable[[], Any]) -> Any:
         if self._last is not None and name != "predict_step":  # which may call the model repeatedly
             run = partial(self._last.run, run, trains=False)
         for check in self._checks:
             run = partial(check.evaluation, name, run)
         if self._spread:
-            run = partial(run_step, self._module, self._piped.pipeline, run, training=False)
+            run = partial(self._compared, run, training=False)
         return run()
 
 
