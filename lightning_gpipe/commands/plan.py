@@ -10,15 +10,12 @@ one GPU. The operations of a model on the meta device, made in ``configure_model
 from __future__ import annotations
 
 import json
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import replace
 from functools import partial
-from math import inf, isfinite
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -28,18 +25,13 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
 from lightning_gpipe.commands.fit import fit_one_step
+from lightning_gpipe.commands.places import places_of, stages_places
 from lightning_gpipe.core.balance import Place
-from lightning_gpipe.core.layout import ShardingName
 from lightning_gpipe.core.pipeline import LayerMeasurement, Requested, plan_measured
 from lightning_gpipe.core.planner import NoPlan, Plan
 from lightning_gpipe.core.schedules import SCHEDULES
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
 from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
-
-_BYTES = {"B": 1, **{f"{letter}iB": 2 ** (10 * k) for k, letter in enumerate("KMGT", 1)}}
-_BYTES |= {f"{letter}B": 10 ** (3 * k) for k, letter in enumerate("KMGT", 1)}
-_WRITTEN = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)")
-_OPERATIONS = {f"{letter}FLOPS": 10 ** (3 * k) for k, letter in enumerate("MGTP", 2)}
 
 
 def plan_command(arguments: Sequence[str]) -> int:
@@ -68,7 +60,8 @@ def plan_command(arguments: Sequence[str]) -> int:
         notes = getattr(error, "__notes__", [])
         print("\n".join([f"{type(error).__name__}: {error}", *notes]), file=sys.stderr)
         return 1
-    plan, shards, replicas = planning.plan, planning.shards, planning.replicas
+    plan, settings = planning.plan, planning.settings
+    shards, replicas = settings.tensor_parallel, settings.replicas
     assert plan is not None, "the strategy was set up"
     if options.json:
         sizes = {"tensor_parallel": shards, "replicas": replicas}
@@ -100,19 +93,14 @@ class _Planning(CPUAccelerator):
 
     def __init__(self, places: list[Place], operations: float | None, options: Namespace) -> None:
         self.plan: Plan | None = None
-        self.shards = 1  # of each stage
-        self.replicas = 1
-        self.sharding: ShardingName | Literal["auto"] | None = "auto"
+        self.settings = GPipeStrategy().options  # the user's
         self._places, self._operations, self._options = places, operations, options
 
     def of_one_process(self, strategy: GPipeStrategy) -> GPipeStrategy:
         """Return the strategy without replicas and shards, for this process measures alone."""
-        options = strategy.options
+        self.settings = options = strategy.options
         if options.replicas == options.tensor_parallel == 1:
             return strategy
-        self.shards, self.replicas = options.tensor_parallel, options.replicas
-        if self.shards > 1 or options.sharding is not None:
-            self.sharding = options.sharding
         alone = {"tensor_parallel": 1, "replicas": 1, "sharding": None, "ddp": None}
         if options.processes == "single":
             alone["lost_after"] = None
@@ -120,7 +108,7 @@ class _Planning(CPUAccelerator):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        strategy, module = trainer.strategy, trainer.lightning_module
+        strategy, module, settings = trainer.strategy, trainer.lightning_module, self.settings
         assert isinstance(strategy, GPipeStrategy), "the Planner sees to it"
         assert isinstance(module, LightningModule), "it is fitted"
         modules = strategy.piped_modules(module, several=False)
@@ -129,12 +117,12 @@ class _Planning(CPUAccelerator):
                 f"a plan is for one pipeline: got {len(modules)}, "
                 f"{', '.join(each.name for each in modules)}. Give module= one path."
             )
-        places = _together(_of_replica(self._places, self.replicas), self.shards)
+        places = stages_places(self._places, settings.replicas, settings.tensor_parallel)
         measuring = LayerMeasurement(
             modules,
             partial(entries_in, module, trainer, modules),
             [torch.device(self._options.measure_on)] * len(places),
-            microbatching=strategy.options.microbatching,
+            microbatching=settings.microbatching,
             optimizer=optimizers_of(module, trainer),
             split=True,
         )
@@ -144,7 +132,8 @@ class _Planning(CPUAccelerator):
                 "are measured in seconds. Add --measure-on meta, or write a factor, how many "
                 "times as fast each device is as this one."
             )
-        options, settings = self._options, strategy.options
+        options = self._options
+        free = settings.tensor_parallel == 1 and settings.sharding is None
         self.plan = plan_measured(
             measuring,
             places,
@@ -155,8 +144,8 @@ class _Planning(CPUAccelerator):
                 True if settings.split_backward is True else "auto",
                 options.weights or settings.weights,
                 "auto" if options.offload_activations else settings.offload_activations,
-                self.sharding,
-                self.replicas,
+                "auto" if free else settings.sharding,
+                settings.replicas,
             ),
             options.stages,
             None,
@@ -190,45 +179,6 @@ def _plan(
             "the line above says. Write --config config.yaml, as for python -m lightning_gpipe fit."
         ) from error
     return planning
-
-
-def _of_replica(places: Sequence[Place], replicas: int) -> list[Place]:
-    """Return the devices of one replica, each as slow and small as the worst in its place."""
-    if len(places) % replicas:
-        raise ValueError(
-            f"--devices must be a multiple of replicas: got {len(places)} devices for {replicas} "
-            "pipelines."
-        )
-    size = len(places) // replicas
-    alike = [places[k::size] for k in range(size)]
-    return [
-        replace(
-            those[0],
-            speed=min(place.speed for place in those),
-            memory=min(place.memory for place in those),
-        )
-        for those in alike
-    ]
-
-
-def _together(places: Sequence[Place], shards: int) -> list[Place]:
-    """Return ``shards`` neighbouring devices each as one, as slow as the slowest of them."""
-    if len(places) % shards:
-        raise ValueError(
-            f"--devices must be a multiple of tensor_parallel: got {len(places)} devices for "
-            f"stages of {shards}."
-        )
-    groups = [places[k : k + shards] for k in range(0, len(places), shards)]
-    return [
-        replace(
-            group[0],
-            speed=shards * min(place.speed for place in group),
-            memory=shards * min(place.memory for place in group),
-            host_speed=shards * group[0].host_speed,
-            replica_speed=shards * group[0].replica_speed,
-        )
-        for group in groups
-    ]
 
 
 def _pipelined(configured: Strategy | str) -> Strategy | str:
@@ -285,74 +235,3 @@ def _parser() -> ArgumentParser:
     add("--plot", metavar="PLAN.PNG", help="where to draw the timeline and the memory")
     add("--json", action="store_true", help="print the plan as JSON")
     return parser
-
-
-def _speed_of(text: str) -> tuple[float, bool]:
-    """Parse a speed; returns also whether it is in operations per second and not a factor."""
-    wrong = "--device-speed must be a factor such as 2, or operations such as 312TFLOPS"
-    absolute = text.strip().endswith("FLOPS")
-    speed = _number(text, _OPERATIONS if absolute else {"": 1}, wrong)
-    if not speed > 0:
-        raise ValueError(f"{wrong}, and positive: got {text!r}.")
-    return speed, absolute
-
-
-def places_of(
-    devices: int | None,
-    memory: Sequence[str],
-    speed: Sequence[str],
-    host_speed: str | None = None,
-    replica_speed: str | None = None,
-) -> tuple[list[Place], float | None]:
-    """Return the devices, and the operations per second of the first if speeds are absolute.
-
-    The lists have a value for each device, one for all, or none. Without a number of devices, that
-    of the lists counts. ``host_speed`` and ``replica_speed`` are for all.
-
-    Raises:
-        ValueError: If a value cannot be parsed, or the number of values is not that of the devices.
-    """
-    wrong = "--device-memory must be a size such as 24GiB or 80GB"
-    sizes = [_number(text, _BYTES, wrong) for text in memory]
-    speeds = [*map(_speed_of, speed)]
-    number = max(len(sizes), len(speeds), 1) if devices is None else devices
-    if number < 1:
-        raise ValueError(f"--devices must be one at least: got {number}.")
-    for name, values in (("--device-memory", sizes), ("--device-speed", speeds)):
-        if len(values) not in (0, 1, number):
-            raise ValueError(
-                f"{name} must have one value for all devices, or one for each: got {len(values)} "
-                f"for {number} devices."
-            )
-    if len({absolute for _, absolute in speeds}) > 1:
-        raise ValueError(
-            f"--device-speed must have factors only, or operations only: got {' '.join(speed)}."
-        )
-    first = next((value for value, absolute in speeds if absolute), None)
-    bus = _way("--host-speed", host_speed, Place.host_speed)
-    across = _way("--replica-speed", replica_speed, Place.replica_speed)
-    factors = _for_each([value / (first or 1.0) for value, _ in speeds] or [1.0], number)
-    places = zip(factors, _for_each(sizes or [inf], number), strict=True)
-    made = [Place(speed=x, memory=size, host_speed=bus, replica_speed=across) for x, size in places]
-    return made, first
-
-
-def _way(name: str, speed: str | None, default: float) -> float:
-    """Return the bytes per second of an option."""
-    units = {f"{unit}/s": size for unit, size in _BYTES.items()}
-    wrong = f"{name} must be bytes per second such as 20GB/s"
-    return default if speed is None else _number(speed, units, wrong)
-
-
-def _for_each(values: list[float], number: int) -> list[float]:
-    """Return the option for each device; a single value applies to all."""
-    return values * number if len(values) == 1 else values
-
-
-def _number(text: str, units: dict[str, int], wrong: str) -> float:
-    match = _WRITTEN.fullmatch(text.strip())
-    number = float(match[1]) * units.get(match[2], inf) if match else inf
-    if not isfinite(number):
-        names = f" The units are {', '.join(units)}." if len(units) > 1 else ""
-        raise ValueError(f"{wrong}: got {text!r}.{names}")
-    return number

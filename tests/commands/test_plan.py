@@ -10,8 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
 from torch import Tensor, nn
 
-from lightning_gpipe.commands.plan import places_of, plan_command
-from lightning_gpipe.core.balance import Place
+from lightning_gpipe.commands.plan import plan_command
 from lightning_gpipe.core.show import can_draw
 from tests.support.lightning_modules import FEATURES, Classifier
 
@@ -297,33 +296,6 @@ def test_weights_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_sizes_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert plan_command([f"--device-memory={text}"]) == 1
     assert "must be a size such as 24GiB" in capsys.readouterr().err
-
-
-def test_devices_as_they_are_written() -> None:
-    assert places_of(2, ["1KiB"], []) == ([Place(memory=1024)] * 2, None)
-    places, operations = places_of(None, ["1KB", "2KB"], ["2TFLOPS", "1TFLOPS"])
-    assert places == [Place(speed=1, memory=1000), Place(speed=0.5, memory=2000)]
-    assert operations == 2e12
-    [place], _ = places_of(1, [], [], "64GB/s")
-    assert place.host_speed == 64e9
-    assert places_of(2, [], [], None, "50GB/s")[0] == [Place(replica_speed=50e9)] * 2
-
-
-@pytest.mark.parametrize(
-    "devices, memory, speed, match",
-    [
-        (3, ["1B", "1B"], [], "got 2 for 3 devices"),
-        (2, [], ["fast"], "must be a factor such as 2"),
-        (2, [], ["0"], "positive"),
-        (2, [], ["1", "1TFLOPS"], "factors only, or operations only"),
-        (0, [], [], "one at least"),
-    ],
-)
-def test_devices_that_cannot_be(
-    devices: int, memory: list[str], speed: list[str], match: str
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        places_of(devices, memory, speed)
 
 
 def test_operations_for_layers_that_are_measured(
