@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from lightning_gpipe.callbacks.running import (
     BETWEEN,
+    AllOf,
     RecordedStep,
-    all_of,
     check_positive,
     milliseconds,
     peak_memory,
@@ -32,7 +32,6 @@ from lightning_gpipe.callbacks.running import (
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import Observation, Timeline
 from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
-from lightning_gpipe.distributed import Group
 from lightning_gpipe.strategy import path_of
 
 TRACE, PICTURE = "pipeline_trace.json", "pipeline_timeline.png"
@@ -79,7 +78,6 @@ class PipelineMonitor(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._group: Group | None = None  # the processes of the pipeline, if there are several
         self._behind = 0.0  # seconds, this process's clock behind that of the first
         self._timelines: list[Timeline] = []  # of the current step
         self._marks: list[tuple[str, float]] = []  # the caller's activities and when they began
@@ -95,8 +93,7 @@ class PipelineMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipeline = pipeline_of(trainer, self)
         self._begin()
-        self._group = strategy_of(trainer, self).pipeline_group
-        self._behind = seconds_behind(self._group)
+        self._behind = seconds_behind(strategy_of(trainer, self).all_in_pipeline)
         pipeline.observe(self._see)
 
     @override
@@ -149,9 +146,9 @@ class PipelineMonitor(Callback):
         self._marks.append((name, perf_counter()))
 
     def _record(self, trainer: Trainer) -> None:
-        pipeline = pipeline_of(trainer, self)
+        pipeline, all_of = pipeline_of(trainer, self), strategy_of(trainer, self).all_in_pipeline
         spans_of = [
-            (timeline, spans_of_all(self._group, timeline.spans, self._behind))
+            (timeline, spans_of_all(all_of, timeline.spans, self._behind))
             for timeline in self._timelines
         ]
         observations = [
@@ -181,19 +178,10 @@ class PipelineMonitor(Callback):
                 self.metrics[prefix + key] = metric
         count = sum(timeline.schedule.m for timeline in self._timelines)
         self.metrics["pipeline/micro_batches_per_second"] = count / step.length
-        for device, peak in self._peaks(pipeline):
+        for device, peak in _peaks(pipeline, all_of):
             self.metrics[f"pipeline/peak_memory_GiB/{device}"] = peak / 2**30
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-    def _peaks(self, pipeline: GPipe) -> Iterator[tuple[str, float]]:
-        """Yield each device and its peak in bytes, with the rank if there are several processes."""
-        devices = dict.fromkeys(pipeline.layout.devices_here)
-        of_ranks = all_of(self._group, [(str(device), peak_memory(device)) for device in devices])
-        for rank, peaks in enumerate(of_ranks):
-            for device, peak in peaks:
-                if peak is not None:
-                    yield f"rank_{rank}/{device}" if len(of_ranks) > 1 else device, peak
 
     def _finish(self, trainer: Trainer, model: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -244,6 +232,16 @@ def _metrics(observation: Observation) -> dict[str, float]:
     if observation.caller is not None:
         metrics["caller/busy"] = observation.caller / observation.length
     return metrics
+
+
+def _peaks(pipeline: GPipe, all_of: AllOf) -> Iterator[tuple[str, float]]:
+    """Yield each device and its peak in bytes, with the rank if there are several processes."""
+    devices = dict.fromkeys(pipeline.layout.devices_here)
+    of_ranks = all_of([(str(device), peak_memory(device)) for device in devices])
+    for rank, peaks in enumerate(of_ranks):
+        for device, peak in peaks:
+            if peak is not None:
+                yield f"rank_{rank}/{device}" if len(of_ranks) > 1 else device, peak
 
 
 def _summary(name: str, observation: Observation) -> str:

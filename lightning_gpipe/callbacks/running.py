@@ -7,10 +7,10 @@ day, which the machines of a cluster keep alike within a millisecond or less.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from time import perf_counter, time
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,10 +19,9 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import Span
 from lightning_gpipe.core.show import Slice
-from lightning_gpipe.distributed import Group
 from lightning_gpipe.strategy import GPipeStrategy
 
-T = TypeVar("T")
+AllOf = Callable[[Any], list[Any]]  # see :meth:`GPipeStrategy.all_in_pipeline`
 
 BETWEEN = "between steps"
 
@@ -99,18 +98,13 @@ def peak_memory(device: torch.device) -> float | None:
     return float(peak if sys.platform == "darwin" else 1024 * peak)  # bytes there, KiB elsewhere
 
 
-def all_of(group: Group | None, own: T) -> list[T]:
-    """Return the value of each process by rank; without a group, that of this one."""
-    return [own] if group is None else group.all(own)
-
-
-def spans_of_all(group: Group | None, own: Sequence[Span], behind: float) -> list[Span]:
+def spans_of_all(all_of: AllOf, own: Sequence[Span], behind: float) -> list[Span]:
     """Return all processes' actions by start on the first one's clock; ``own`` are ``behind``."""
     shifted = [x._replace(start=x.start + behind, end=x.end + behind) for x in own]
-    return sorted(chain(*all_of(group, shifted)), key=lambda span: span.start)
+    return sorted(chain(*all_of(shifted)), key=lambda span: span.start)
 
 
-def seconds_behind(group: Group | None) -> float:
+def seconds_behind(all_of: AllOf) -> float:
     """Return the seconds by which the clock of this process is behind that of the first."""
     own = time() - perf_counter()
-    return own - all_of(group, own)[0]
+    return float(own - all_of(own)[0])

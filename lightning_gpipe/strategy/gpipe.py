@@ -54,7 +54,6 @@ from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import refuse_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.distributed import (
-    Group,
     Mode,
     SharedLoader,
     has_batch_hooks,
@@ -390,10 +389,10 @@ class GPipeStrategy(ParallelStrategy):
         """
         return None if self._processes.groups is None else self._processes.groups.mesh
 
-    @property
-    def pipeline_group(self) -> Group | None:
-        """The processes of this pipeline, once they are connected, if it has several."""
-        return self._processes.pipeline_group
+    def all_in_pipeline(self, value: Any) -> list[Any]:
+        """Return the values of the processes of this pipeline, which all call this together."""
+        group = self._processes.pipeline_group
+        return [value] if group is None else group.all(value)
 
     @property
     @override
@@ -517,7 +516,7 @@ class GPipeStrategy(ParallelStrategy):
         self._averages.follow(module)
 
     def _last_outputs(self, piped: PipelinedModule) -> LastOutputs:
-        module, group, changes = self._root, self.pipeline_group, self._changes
+        module, group, changes = self._root, self._processes.pipeline_group, self._changes
         told = piped.modules[0], piped.inner, group, self._replicas.at_ends
         inner = InnerProcesses(module, *told, changes, have_batches=self._has_batch_hooks)
         return LastOutputs(module, piped.pipeline, inner, changes, self._processes.explain)

@@ -269,9 +269,9 @@ def seen_at_five() -> list[Span]:
     group, rank = Group(timedelta(seconds=30)), torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(running, "perf_counter", lambda: perf_counter() - rank * DAY)
-        behind = seconds_behind(group)
+        behind = seconds_behind(group.all)
     own = [Span(rank, Action(Kind.FORWARD, 0, rank), 5.0 - rank * DAY, 6.0)]
-    return spans_of_all(group, own, behind)
+    return spans_of_all(group.all, own, behind)
 
 
 def test_times_are_by_the_clock_of_the_first_process(two_ranks: Pool) -> None:

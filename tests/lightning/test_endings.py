@@ -45,7 +45,7 @@ class Fault(Callback):
         self._wait = SlowWait()
 
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        for watcher in trainer.strategy.pipeline_group.watchers:  # type: ignore[attr-defined]
+        for watcher in trainer.strategy._processes.pipeline_group.watchers:  # type: ignore[attr-defined]
             watcher.on_lost_wait(self._wait.end)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
