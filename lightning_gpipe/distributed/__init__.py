@@ -6,6 +6,8 @@ gradients of shared parameters; the engine sends the tensors between stages. Rep
 of their own, and average their gradients.
 """
 
+from lightning_gpipe.distributed.arrangement import Arrangement, Mode
+from lightning_gpipe.distributed.buckets import divisible, own_parameters
 from lightning_gpipe.distributed.checksum import checksum
 from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
 from lightning_gpipe.distributed.comparison import check_same, shapes, versions
@@ -28,17 +30,15 @@ from lightning_gpipe.distributed.gathering import (
     whole_state,
     without_shards,
 )
-from lightning_gpipe.distributed.gradient_averages import GradientAverages, own_parameters
+from lightning_gpipe.distributed.gradient_averages import GradientAverages
 from lightning_gpipe.distributed.gradients import SameParameters, check_alike, gradient_norms
 from lightning_gpipe.distributed.gradients_around import GradientsAround
 from lightning_gpipe.distributed.group import Group
-from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
-from lightning_gpipe.distributed.mixed_steps import step_one_by_one
 from lightning_gpipe.distributed.optimizer_shards import OptimizerShards
+from lightning_gpipe.distributed.process_groups import ProcessGroups, connect
 from lightning_gpipe.distributed.rendezvous import start_together
 from lightning_gpipe.distributed.replica_weights import (
     ReplicaWeights,
-    divisible,
     drop_values,
     gather_values,
 )

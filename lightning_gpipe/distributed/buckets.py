@@ -1,4 +1,4 @@
-"""Buckets of parameters, whose gradients replicas add up together, or whose values they send."""
+"""The parameters whose gradients replicas average apart, or whose values they send, in buckets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,57 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_gpipe.core.data import from_shard, shard_of
+from lightning_gpipe.core.faithful import has_hooks, has_memory
+from lightning_gpipe.core.layout import Layout, tensors_within
 from lightning_gpipe.core.transport import is_broken_connection
 from lightning_gpipe.distributed.group import FAILURE_TIMEOUT, Watcher
 from lightning_gpipe.distributed.shares import Shares
+
+
+def own_parameters(
+    root: nn.Module, layout: Layout, *, frozen: bool = False
+) -> dict[int, list[nn.Parameter]]:
+    """Return the parameters of each stage of this process that no other module of a model has.
+
+    Those that need dense gradients: for others DistributedDataParallel is told by their modules.
+    With ``frozen`` also those that need none.
+    """
+    stage_of = {
+        module: j
+        for j, partition in enumerate(layout.partitions)
+        for layer in partition.layers
+        for module in layer.modules()
+    }
+    users: dict[int, set[int | None]] = {}
+    for module in dict.fromkeys([*root.modules(), *stage_of]):
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for parameter in module._parameters.values():
+            users.setdefault(id(parameter), set()).add(None if sparse else stage_of.get(module))
+    return {
+        j: [
+            parameter
+            for parameter in layout.partitions[j].parameters
+            if (parameter.requires_grad or frozen)
+            and has_memory(shard_of(parameter))
+            and users[id(parameter)] == {j}
+        ]
+        for j in layout.stages_here
+    }
+
+
+def divisible(root: nn.Module, layout: Layout) -> dict[int, list[nn.Parameter]]:
+    """Return the parameters of each stage of this process whose values replicas can divide.
+
+    Those of one stage only, dense, of no class of a library, and without hooks on their gradients,
+    which are for those of each replica.
+    """
+
+    def is_plain(parameter: nn.Parameter) -> bool:
+        plain = type(parameter) is nn.Parameter
+        return plain and not has_hooks(parameter) and not any(tensors_within(vars(parameter)))
+
+    stages = own_parameters(root, layout, frozen=True)
+    return {j: list(filter(is_plain, stages[j])) for j in stages}
 
 
 class Bucket(NamedTuple):

@@ -17,13 +17,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import has_hooks
 from lightning_gpipe.core.frontends import forget_values, is_in_another_process, recall, replaceable
-from lightning_gpipe.core.layout import Layout, tensors_within
+from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import DividedWeights
 from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed.buckets import buckets_of, wait_for
-from lightning_gpipe.distributed.gradient_averages import own_parameters
 from lightning_gpipe.distributed.group import Watcher
 from lightning_gpipe.distributed.shares import Shares, counts
 
@@ -75,21 +73,6 @@ class ReplicaWeights(DividedWeights):
         with OWN.next("weights", dist.get_process_group_ranks(group), _WEIGHTS):
             wait_for([dist.all_gather(numbers, own, group=group, async_op=True)], self._watcher)
         return len(set(torch.cat(numbers).tolist())) == 1
-
-
-def divisible(root: nn.Module, layout: Layout) -> dict[int, list[nn.Parameter]]:
-    """Return the parameters of each stage of this process whose values replicas can divide.
-
-    Those of one stage only, dense, of no class of a library, and without hooks on their gradients,
-    which are for those of each replica.
-    """
-
-    def is_plain(parameter: nn.Parameter) -> bool:
-        plain = type(parameter) is nn.Parameter
-        return plain and not has_hooks(parameter) and not any(tensors_within(vars(parameter)))
-
-    stages = own_parameters(root, layout, frozen=True)
-    return {j: list(filter(is_plain, stages[j])) for j in stages}
 
 
 def drop_values(root: nn.Module, parameters: Iterable[nn.Parameter], shares: Shares) -> None:

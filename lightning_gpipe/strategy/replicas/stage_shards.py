@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import divided_like
-from lightning_gpipe.distributed import check_alike, equalise, step_one_by_one
+from lightning_gpipe.distributed import check_alike, equalise
 from lightning_gpipe.strategy.pipelined import PipelinedModule
 from lightning_gpipe.strategy.processes import Processes
 
@@ -55,3 +57,27 @@ class StageShards:
         for handle in self._handles:
             handle.remove()
         self._divided, self._undivided, self._handles = [], {}, []
+
+
+def step_one_by_one(optimizer: Optimizer) -> list[RemovableHandle]:
+    """Step groups of DTensors and other tensors one by one; return the handles of hooks.
+
+    On GPUs an optimizer steps all parameters of a group by functions for lists, unless told
+    otherwise, and these do not mix them. Its option is as before after a step, since checkpoints
+    have it.
+    """
+    changed: list[dict[str, Any]] = []
+
+    def begin(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            chosen = group.get("foreach", True) is not None or group.get("fused")
+            if not chosen and len({isinstance(x, DTensor) for x in group["params"]}) > 1:
+                group["foreach"] = False
+                changed.append(group)
+
+    def end(*_: Any) -> None:
+        while changed:
+            changed.pop()["foreach"] = None
+
+    pre, post = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
+    return [pre, post]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_gpipe.distributed.groups import Arrangement, ProcessGroups
+from lightning_gpipe.distributed.arrangement import Arrangement
 
 
 def drawn(
@@ -110,15 +109,3 @@ def test_places(arguments: Any, expected: str) -> None:
 def test_numbers_that_do_not_divide(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Arrangement(*arguments)
-
-
-def test_process_that_fails_awaits_no_other_failure() -> None:
-    """Once each callback that saved on its error waited five seconds for the reason."""
-    everyone, pipeline, none = *(SimpleNamespace(watchers=["lifeline"]) for _ in range(2)), None
-    make: Any = ProcessGroups
-    groups = make(everyone, pipeline, pipeline, *[none] * 5, (), (), none, none)
-
-    groups.expect_failures()
-
-    assert not everyone.watchers
-    assert not pipeline.watchers

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_gpipe.core.run.micro_batch_losses.losses import multiply
-from lightning_gpipe.distributed.mixed_steps import step_one_by_one
+from lightning_gpipe.strategy.replicas.stage_shards import step_one_by_one
 from tests.support.processes import said
 from tests.support.ranks import Pool, group_of
 
