@@ -99,7 +99,7 @@ def replicated(
         equalise(module, group)
     if not wraps:
         return None
-    ignored = _names(module, lambda tensor: _is_meta(tensor) or id(tensor) in ids)
+    ignored = _names(module, lambda tensor: tensor.is_meta or id(tensor) in ids)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     try:
         return DistributedDataParallel(module, process_group=group, **options)
@@ -109,17 +109,18 @@ def replicated(
 
 def equalise(module: nn.Module, group: ProcessGroup, *, shards: bool = True) -> None:
     """Give all replicas the first one's values or, without ``shards``, those of whole tensors."""
-    tensors = [x.detach() for x in chain(module.parameters(), module.buffers()) if not x.is_meta]
-    same = [shard_of(x) for x in tensors if shards or _is_whole(x)]
-    if same:
-        _broadcast_coalesced(group, same, _BUCKET, 0)
+    tensors = chain(module.parameters(), module.buffers())
+    _equalise((x for x in tensors if shards or _is_whole(x)), group)
 
 
 def equalise_buffers(module: nn.Module, group: ProcessGroup) -> None:
     """Give all replicas the buffers of the first, as the wrapper does before a forward."""
-    buffers = [shard_of(buffer.detach()) for buffer in module.buffers() if not buffer.is_meta]
-    if buffers:
-        _broadcast_coalesced(group, buffers, _BUCKET, 0)
+    _equalise(module.buffers(), group)
+
+
+def _equalise(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
+    if same := [shard_of(x.detach()) for x in tensors if not x.is_meta]:
+        _broadcast_coalesced(group, same, _BUCKET, 0)
 
 
 def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
@@ -132,10 +133,6 @@ def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
 def _is_whole(tensor: Tensor) -> bool:
     """Return True if each process of a stage has all of a tensor, as of a norm of tokens."""
     return not isinstance(tensor, DTensor) or all(x.is_replicate() for x in tensor.placements)
-
-
-def _is_meta(tensor: Tensor) -> bool:
-    return tensor.is_meta  # of another process
 
 
 def _names(module: nn.Module, includes: Callable[[Tensor], bool]) -> list[str]:

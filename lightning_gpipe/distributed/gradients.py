@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from lightning_gpipe.core.data import shard_of, whole_of
 from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.distributed.ddp import gathered
-from lightning_gpipe.distributed.gradients_around import GradientsAround
 from lightning_gpipe.distributed.group import Group
+from lightning_gpipe.distributed.shares import counts
 
 
 class SameParameters:
@@ -33,8 +33,6 @@ class SameParameters:
 
     Args:
         around: The parameters that each process has.
-        parts: Adds up the gradients of these parameters, if each process has a part of them, those
-            of the code that it runs; None if each has all of them.
         everyone: The processes that have gradients of different parameters, if these are not those
             of the group.
         replica: Those that have gradients of other parameters, or of other shards of the same, if
@@ -46,13 +44,11 @@ class SameParameters:
         group: Group,
         around: Sequence[nn.Parameter],
         plugin: Precision,
-        parts: GradientsAround | None = None,
         everyone: Group | None = None,
         replica: Group | None = None,
     ) -> None:
         self._group = group
         self._deciding = everyone or replica or group
-        self._parts = parts
         self._everyone = everyone or group
         self._around = around
         self._around_ids = {id(parameter) for parameter in around}
@@ -66,23 +62,12 @@ class SameParameters:
             self._unscale_here = plugin.scaler._unscale_grads_
             self._changes.write([(vars(plugin.scaler), "_unscale_grads_", self._unscale)])
 
-    def begin(self) -> None:
-        if self._parts is not None:
-            self._parts.begin()
-
-    def equalise(self, *, called: bool = True, alone: bool = True) -> list[nn.Parameter]:
-        """Give all processes that have a parameter the same gradient of it.
-
-        That of the first one, which is the same but for rounding, by the number of threads; or the
-        sum of parts, see :meth:`GradientsAround.add_up`, whose arguments and result are these.
-        """
-        if self._parts is not None:
-            return self._parts.add_up(called=called, alone=alone)
+    def equalise(self) -> None:
+        """Give all processes the gradients of the first, the same but for rounding by threads."""
         if not self._around:  # in no process
-            return []
+            return
         gradients = [shard_of(p.grad) for p in self._around if p.grad is not None]
         self._group.equalise(gradients, "gradients of parameters around the pipeline")
-        return []
 
     def release(self) -> None:
         self._changes.undo()
@@ -144,9 +129,7 @@ def check_alike(named: Mapping[str, nn.Parameter], group: ProcessGroup) -> None:
     device = next((x.device for x in dense.values()), None)
     if device is None:
         return
-    host = torch.device("cpu") in group._device_types
-    norms = torch.tensor(own, dtype=torch.float32, device="cpu" if host else device)
-    everywhere = torch.stack(gathered(group, norms)).cpu()
+    everywhere = torch.stack(gathered(group, counts(group, own, device))).cpu()
     largest, smallest = everywhere.amax(0), everywhere.amin(0)
     differ = (largest - smallest > 0.1 * largest) & (largest > 1e-3 * largest.max())
     names = [name for name, x in zip(dense, differ.tolist(), strict=True) if x]

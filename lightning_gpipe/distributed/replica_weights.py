@@ -22,6 +22,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import DividedWeights
 from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed.buckets import buckets_of, wait_for
+from lightning_gpipe.distributed.ddp import gathered
 from lightning_gpipe.distributed.group import Watcher
 from lightning_gpipe.distributed.shares import Shares, counts
 
@@ -90,8 +91,7 @@ def gather_values(root: nn.Module, group: ProcessGroup, device: torch.device) ->
     """
     parameters = list(root.parameters())
     own = counts(group, [not is_in_another_process(x) for x in parameters], device)
-    flags = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(flags, own, group=group)
+    flags = gathered(group, own)
     with replaceable(*root.modules()), torch.no_grad():
         for parameter, *there in zip(parameters, *(x.tolist() for x in flags), strict=True):
             if all(there) or not any(there):  # else other processes of a pipeline have it

@@ -61,7 +61,7 @@ class Shares:
         return self._owner_of[parameter] == self.group.rank()
 
 
-def counts(group: ProcessGroup, numbers: Sequence[int], device: torch.device) -> Tensor:
+def counts(group: ProcessGroup, numbers: Sequence[float], device: torch.device) -> Tensor:
     """Return numbers to be added up over the replicas, on the host if the group can do that."""
     host = torch.device("cpu") in group._device_types
     return torch.tensor(numbers, device="cpu" if host else device)

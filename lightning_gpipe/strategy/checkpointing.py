@@ -54,13 +54,13 @@ def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
 class Checkpoints:
     """Saves and loads the checkpoints of a Trainer.
 
-    With ``sharded``, each process writes its part to a folder, instead of a file by the first
-    process. Either kind is loaded: a file at once, a folder once this process knows its part.
+    A file is written by the first process; of a sharded checkpoint, a folder, each process writes
+    its part. Either kind is loaded: a file at once, a folder once this process knows its part.
     """
 
-    def __init__(self, processes: Processes, *, sharded: bool) -> None:
+    def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._sharded = sharded
+        self._sharded = processes.options.save_distributed_checkpoint
         self._folder: str | None = None  # from which the model is loaded
         self._strict = True
 

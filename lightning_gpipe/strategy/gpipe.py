@@ -230,8 +230,8 @@ class GPipeStrategy(ParallelStrategy):
     ) -> None:
         self.options = StrategyOptions.of(locals())
         self._processes = Processes(self.options)
-        self._sharding = Sharding(self._processes, ddp)
-        self._averaging = GradientAveraging(self._processes, self._sharding, ddp)
+        self._sharding = Sharding(self._processes)
+        self._averaging = GradientAveraging(self._processes, self._sharding)
         self._replicas = Replicas(self._processes, self._sharding, self._averaging)
         self._stage_shards = StageShards(self._processes)
         super().__init__()
@@ -241,7 +241,7 @@ class GPipeStrategy(ParallelStrategy):
         self._profiling = Profiling()
         self._signals = Signals(self._processes)
         self._changes = Journal()  # of the user's modules and callbacks, until teardown
-        self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
+        self._checkpoints = Checkpoints(self._processes)
         self._averages = Averages(self._checkpoints.module_state, self._checkpoints.in_parts)
         self._random_states = RandomStates(self._processes)
         self._measured_balances = MeasuredBalances()
@@ -459,11 +459,7 @@ class GPipeStrategy(ParallelStrategy):
         if self.options.compile is not False:
             compile_layers(self.piped_modules(module), self.options.compile, changes)
         self._piped = piped = PipelinedModule(
-            trainer,
-            self.options,
-            processes,
-            self._measured_balances,
-            measured=self._measures_layers,
+            trainer, processes, self._measured_balances, measured=self._measures_layers
         )
         processes.watch(piped.pipeline.engine)
         self._replicas.synchronise(piped)
@@ -592,9 +588,7 @@ class GPipeStrategy(ParallelStrategy):
         if self._processes.groups is None:
             return
         self._stage_shards.after_backward()
-        called = self._steps is None or self._steps.called
-        alone = self._steps is None or self._steps.alone
-        if self._replicas.after_backward(called=called, alone=alone):
+        if self._replicas.after_backward(None if self._steps is None else self._steps.last):
             for optimizer in self.optimizers:
                 drop_foreign_states(optimizer)
             self._averages.follow(self._root)

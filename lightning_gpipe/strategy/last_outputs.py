@@ -11,7 +11,6 @@ A metric of the module has seen all rows in the first process only, which comput
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -31,8 +30,8 @@ from lightning_gpipe.core.run import StepAtLast
 from lightning_gpipe.core.transport import OutputElsewhere
 from lightning_gpipe.strategy.inner_processes import InnerProcesses
 from lightning_gpipe.strategy.left_on_modules import LeftOnModules, follow
+from lightning_gpipe.strategy.step_logs import arguments_of_log
 
-_SIGNATURE = inspect.signature(L.LightningModule.log)
 _REDUCTIONS = "mean", "min", "max", "sum"
 
 Call = dict[str, Any]  # the arguments of a call of log
@@ -216,8 +215,7 @@ class LastOutputs:
     # What is logged, and metrics.
 
     def _log(self, path: str, *args: Any, **kwargs: Any) -> None:
-        call = dict(_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
-        del call["self"]
+        call = arguments_of_log(*args, **kwargs)
         value, reduction = call["value"], call.get("reduce_fx")
         if callable(reduction):
             call["reduce_fx"] = _name_of(reduction, call["name"])

@@ -76,13 +76,13 @@ class PipelinedModule:
     def __init__(
         self,
         trainer: Trainer,
-        settings: StrategyOptions,
         processes: Processes,
         measured_balances: MeasuredBalances,
         *,
         measured: bool,
     ) -> None:
-        root, devices = trainer.lightning_module, processes.workers
+        root, settings = trainer.lightning_module, processes.options
+        devices = processes.workers
         # A training_step that calls backward itself is for a whole batch.
         whole = settings.schedule == "auto" and not root.automatic_optimization
         self.modules = piped_modules_of(root, settings)

@@ -29,6 +29,12 @@ _SIGNATURE = inspect.signature(L.LightningModule.log)
 Arguments = Mapping[str, Any]  # of a call of log
 
 
+def arguments_of_log(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of a LightningModule's ``log``, by name."""
+    arguments = _SIGNATURE.bind(None, *args, **kwargs).arguments
+    return {name: value for name, value in arguments.items() if name != "self"}
+
+
 class CollectedLogs:
     """Stands in for the ``log`` of a LightningModule while its step runs for micro-batches.
 
@@ -49,8 +55,7 @@ class CollectedLogs:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if in_layers():
             self._log(*args, **kwargs)  # which refuses it
-        call = dict(_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
-        del call["self"]
+        call = arguments_of_log(*args, **kwargs)
         value = call["value"]
         call["value"] = value.detach() if isinstance(value, Tensor) else value
         i = self._current()

@@ -53,7 +53,7 @@ class UserSteps:
     ) -> None:
         self._module = module
         self._in_wrapper = in_wrapper
-        self._last = last
+        self.last = last
         self._piped = piped
         self._checks = [BypassCheck(module, each, piped.modules) for each in piped.modules]
         self._spread = piped.pipeline.layout.spread
@@ -63,16 +63,6 @@ class UserSteps:
                 piped.schedule, module, piped.pipeline, verify, in_wrapper
             )
         self._sampled = verify != "sample" or self._spread or self._by_micro_batch is not None
-
-    @property
-    def called(self) -> bool:
-        """False if outputs are for the last stage, and the latest step has not run the pipeline."""
-        return self._last is None or self._last.called
-
-    @property
-    def alone(self) -> bool:
-        """True if no processes but those of both ends need to run steps like the latest one."""
-        return self._last is None or self._last.alone
 
     @property
     def verifies(self) -> bool:
@@ -93,8 +83,8 @@ class UserSteps:
         """
         if self._by_micro_batch is not None:
             step = partial(self._by_micro_batch.run, precision)
-        if self._last is not None:
-            step = self._at_last(self._last, step, precision)
+        if self.last is not None:
+            step = self._at_last(self.last, step, precision)
         run: Callable[[], Any] = partial(step, *args, **kwargs)
         automatic = self._module.automatic_optimization
         for check in self._checks:
@@ -148,8 +138,8 @@ class UserSteps:
         return result
 
     def evaluation(self, name: str, run: Callable[[], Any]) -> Any:
-        if self._last is not None and name != "predict_step":  # which may call the model repeatedly
-            run = partial(self._last.run, run, trains=False)
+        if self.last is not None and name != "predict_step":  # which may call the model repeatedly
+            run = partial(self.last.run, run, trains=False)
         for check in self._checks:
             run = partial(check.evaluation, name, run)
         if self._spread:

@@ -43,15 +43,13 @@ class GradientAveraging:
     Raises a ValueError for an option that it does not have.
     """
 
-    def __init__(
-        self, processes: Processes, sharding: Sharding, ddp: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, processes: Processes, sharding: Sharding) -> None:
         options = processes.options
         self._wraps = not options.divides_gradients and options.tensor_parallel == 1
-        check_options(ddp, options.replicas, wraps=self._wraps)
+        check_options(options.ddp, options.replicas, wraps=self._wraps)
         self._processes = processes
         self._sharding = sharding
-        self._ddp = dict(ddp or {})
+        self._ddp = options.ddp or {}
         self._pipeline: Pipeline | None = None  # if there is a single one
         self._by_micro_batch = False
         self._early: bool | None = None  # whether some gradients do, once the fit has begun

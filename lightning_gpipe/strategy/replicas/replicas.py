@@ -42,6 +42,7 @@ from lightning_gpipe.distributed import (
     gathered,
     gradient_norms,
 )
+from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.pipelined import PipelinedModule
 from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.replicas.gradient_averaging import GradientAveraging
@@ -86,14 +87,14 @@ class Replicas:
         self.synchronising = partial(over_replicas, list(norms.values()), around)
 
     def before_backward(self) -> None:
-        if self._together is not None:
-            self._together.begin()
+        if self._parts is not None:
+            self._parts.begin()
 
     def at_ends(self) -> list[nn.Parameter]:
         """Return the parameters around that only processes of the first and last stage have."""
         return [] if self._parts is None else self._parts.at_ends
 
-    def after_backward(self, *, called: bool, alone: bool) -> bool:
+    def after_backward(self, last: LastOutputs | None) -> bool:
         """Give the processes of a pipeline equal gradients of the parameters that each of them has.
 
         Return True if some parameters have lost their values here, see
@@ -101,7 +102,10 @@ class Replicas:
         """
         if self._together is None or not self._averaging.is_due:
             return False
-        dropped = self._together.equalise(called=called, alone=alone)
+        if self._parts is None or last is None:
+            self._together.equalise()
+            return False
+        dropped = self._parts.add_up(called=last.called, alone=last.alone)
         if dropped:
             gc.collect()  # graphs hold parameters, and may be in a cycle of objects with an error
         for parameter in dropped:
@@ -125,7 +129,7 @@ class Replicas:
             at_last = processes.at_last
             self._parts = self._homes(pipelined, around, group) if at_last else None
             across = processes.replica_group
-            self._together = SameParameters(group, around, precision, self._parts, everyone, across)
+            self._together = SameParameters(group, around, precision, everyone, across)
         if processes.groups is not None:
             self._change_libraries()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,14 +29,13 @@ from lightning_gpipe.strategy.processes import Processes
 class Sharding:
     """Gives each replica its share of optimizer states, gradients and parameters.
 
-    ``ddp`` has options of DistributedDataParallel, such as the size of a message. ``shares`` has
-    the replica of each parameter, from :meth:`begin` to :meth:`end`; None if nothing is divided.
+    ``shares`` has the replica of each parameter, from :meth:`begin` to :meth:`end`; None if nothing
+    is divided.
     """
 
-    def __init__(self, processes: Processes, ddp: Mapping[str, Any] | None) -> None:
+    def __init__(self, processes: Processes) -> None:
         self.shares: Shares | None = None
         self._processes = processes
-        self._ddp = dict(ddp or {})
         self._optimizers: OptimizerShards | None = None
 
     @property
@@ -82,7 +80,7 @@ class Sharding:
         shares.keep(parameters)
         drop_values(module, parameters, shares)
         options = stages, pipeline.layout, groups.of_weights, shares, groups.lifeline
-        weights = ReplicaWeights(*options, bucket_bytes(self._ddp))
+        weights = ReplicaWeights(*options, bucket_bytes(self._processes.options.ddp or {}))
         pipeline.divide((x for x in parameters if x.is_meta), weights)
         named = module.named_parameters(remove_duplicate=False)
         self._processes.kept = {n for n, x in named if shares.keeps(x) and shares.is_own(x)}
