@@ -1,7 +1,6 @@
 """Logs how busy the stages are, and writes a trace and a picture of the pipeline.
 
-The pipeline records when each action ran in every mini-batch. Reading the records waits for GPUs,
-so the callback reads those of a step only if that step is logged.
+Reading when actions ran waits for GPUs, so the callback reads that of a step only if it is logged.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class PipelineMonitor(Callback):
     Every few steps it logs the measured bubble and that of the schedule, the share of time in which
     each stage is busy and the milliseconds for which it waits, the imbalance (by how much the
     busiest stage is above the mean), micro-batches per second, and the peak memory of each device
-    since the process began; for a pipeline over several processes, those of all of them. At the end
-    of a fit it writes ``pipeline_trace.json``, which Perfetto and Chrome open, and
-    ``pipeline_timeline.png``, and prints how long the stages and the rest of a step took.
+    since the process began, of all processes. At the end of a fit it writes
+    ``pipeline_trace.json``, which Perfetto and Chrome open, and ``pipeline_timeline.png``, and
+    prints how long the stages and the rest of a step took.
 
     Args:
         every_n_steps: How often to record; None takes the Trainer's ``log_every_n_steps``.
@@ -245,7 +244,6 @@ def _peaks(pipeline: GPipe, all_of: AllOf) -> Iterator[tuple[str, float]]:
 
 
 def _summary(name: str, observation: Observation) -> str:
-    """Return the line at the end of a fit."""
     of_module = f" of {name}" if name else ""
     busy = ", ".join(map(milliseconds, observation.busy))
     return (

@@ -1,8 +1,7 @@
 """Moves layers between devices during training, when another balance is faster.
 
-The balance is chosen before the training starts. A device that later gets hot, or is shared with
-another user, becomes slower, and all others wait for it. The timeline shows this: its stage takes
-longer than its layers were measured to take.
+A device that gets hot, or is shared with another user, becomes slower, and all others wait for it.
+The timeline shows this: its stage takes longer than its layers were measured to take.
 """
 
 from __future__ import annotations

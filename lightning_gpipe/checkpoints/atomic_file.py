@@ -2,10 +2,8 @@
 
 Lightning writes the file to the folder for temporary files and moves it from there, which is a copy
 if that folder is on another disk. A process that is killed meanwhile, or a full disk, leaves an
-incomplete file in the place of the last checkpoint.
-
-Here PyTorch writes to a file beside the last checkpoint, without a copy in memory. Once it is
-synchronised to the disk, it replaces the last checkpoint. Format and files are Lightning's.
+incomplete file in the place of the last checkpoint. Here PyTorch writes to a file beside it, which
+replaces it once it is synchronised to the disk.
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ class AtomicFiles(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: str | Path, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # what else there is differs between versions
-        """Load a checkpoint; an error of PyTorch gets a note with the path."""
         try:
             return super().load_checkpoint(path, **options)
         except Exception as error:

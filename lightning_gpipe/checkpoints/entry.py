@@ -1,11 +1,9 @@
 """The entry that a pipeline adds to a checkpoint: measured balances and random states.
 
 Two measurements of time are never equal, and the random numbers that layers draw depend on their
-stage. So a resumed run takes the balance of the interrupted one, and measures nothing.
-
-Lightning saves no random states, so a resumed run would draw other numbers than the interrupted
-one: other dropout, another order of the batches. A DataLoader may have a generator of its own, such
-as ``DataLoader(generator=...)``; its state is saved with the others.
+stage. So a resumed run takes the balance of the interrupted one, and measures nothing. Lightning
+saves no random states, so it would draw other numbers: other dropout, another order of the batches.
+A DataLoader may have a generator of its own; its state is saved with the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Checkpoints that do not depend on the pipeline that saved them.
 
-A checkpoint is saved from a module that is spread over devices, and loaded before the pipeline is
-set up, into a plain module on the CPU or the meta device. In the file all tensors are on the CPU,
-so that a machine with fewer devices can load it.
+They are saved from a module that is spread over devices, and loaded into a plain module on the CPU
+or the meta device. In the file all tensors are on the CPU, so that any machine can load it.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def load_model(folder: str, module: nn.Module, *, strict: bool) -> None:
 
 
 def load_optimizer(folder: str, k: int, optimizer: Optimizer) -> None:
-    """Load the state of optimizer number ``k`` for the parameters that this process has."""
+    """Load the state of optimizer ``k`` for the parameters that this process has."""
     parameters = [x for group in optimizer.param_groups for x in group["params"]]
     elsewhere = {str(index) for index, x in enumerate(parameters) if x.is_meta}
     metadata, name = _metadata(folder), f"{_OPTIMIZER}{k}"
@@ -226,7 +226,6 @@ def rest_of(folder: str) -> str:
 
 
 def _id(folder: str) -> Path | str:
-    """Return a folder as torch.distributed.checkpoint wants it: remote ones as strings."""
     return on_this_machine(folder) or folder
 
 

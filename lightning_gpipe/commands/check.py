@@ -33,10 +33,7 @@ _INPUT = "sizes of a row of input, as 3,64,64; with spaces between those of seve
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Check a model or a configuration; return the exit status.
-
-    It is 1 if the model cannot run as a pipeline, or gives other results than the plain model.
-    """
+    """Check a model or a configuration; return 1 if it cannot run as the plain model does, or 0."""
     try:
         if any(argument.startswith("--config") for argument in arguments):
             fit_one_step(arguments, trainer_defaults={"callbacks": [_Listed()]})

@@ -110,14 +110,12 @@ def _speed_of(text: str) -> tuple[float, bool]:
 
 
 def _way(name: str, speed: str | None, default: float) -> float:
-    """Return the bytes per second of an option."""
     units = {f"{unit}/s": size for unit, size in _BYTES.items()}
     wrong = f"{name} must be bytes per second such as 20GB/s"
     return default if speed is None else _number(speed, units, wrong)
 
 
 def _for_each(values: list[float], number: int) -> list[float]:
-    """Return the option for each device; a single value applies to all."""
     return values * number if len(values) == 1 else values
 
 

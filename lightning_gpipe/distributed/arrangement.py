@@ -112,7 +112,6 @@ class Arrangement:
 
     @property
     def _places(self) -> list[int]:
-        """The places of the processes of a pipeline, in the order of its workers."""
         places = list(range(self.in_each_pipeline))
         return places[::-1] if self.last_first else places
 
@@ -123,7 +122,7 @@ class Arrangement:
         return _part(devices, local_rank, self.on_each_node)
 
     def of_pipeline(self, devices: Sequence[T], rank: int) -> Sequence[T]:
-        """Return the devices of a process's pipeline, one for each worker, given a machine's."""
+        """Return the devices of a process's pipeline, one for each worker."""
         of_replica = _part([*devices] * self.nodes, self.replica_of(rank), self.replicas)
         shards = self.tensor_parallel
         own = of_replica[rank % shards :: shards]

@@ -52,8 +52,7 @@ def own_parameters(
 def divisible(root: nn.Module, layout: Layout) -> dict[int, list[nn.Parameter]]:
     """Return the parameters of each stage of this process whose values replicas can divide.
 
-    Those of one stage only, dense, of no class of a library, and without hooks on their gradients,
-    which are for those of each replica.
+    Those of one stage only, dense, of no class of a library, and without hooks on gradients.
     """
 
     def is_plain(parameter: nn.Parameter) -> bool:
@@ -102,7 +101,6 @@ class Bucket(NamedTuple):
         return dist.reduce(flat.values, group=group, group_dst=self.owner, async_op=async_op)
 
     def is_for(self, group: ProcessGroup) -> bool:
-        """Return True if this process gets the gradients."""
         return self.owner is None or self.owner == group.rank()
 
 
@@ -133,7 +131,7 @@ def buckets_of(
 
 
 def wait_for(works: Iterable[Any], watcher: Watcher) -> None:
-    """Wait for collectives, and raise an error that names a process by which they fail."""
+    """Wait for collectives; an error by which they fail names a process."""
     try:
         for work in works:
             work.wait()

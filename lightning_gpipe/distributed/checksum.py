@@ -2,9 +2,8 @@
 
 A checksum is computed where the tensor is, and only its number goes to the host. Each element is an
 integer by its bytes, and has a weight by its place; their sum is taken modulo 2**64. The weights
-are odd, so a change of one element changes the sum; several changes cancel out as rarely as a
-random number of 64 bits is zero. Values that differ by rounding differ by one in many places, so a
-sum without weights would often be the same.
+are odd, so a change of one element changes the sum. Values that differ by rounding differ by one in
+many places, so a sum without weights would often be the same.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ class Scripts(_SubprocessScriptLauncher):
     """Starts the script again for each process, and ends those that outlive this one.
 
     Args:
-        cluster_environment, num_processes, num_nodes: See Lightning's launcher.
         timeout: How long the others may go on when this process ends without an error.
         on_error: Called with an error before callbacks are, which may wait for the others.
         listening: Returns a context in which the processes start.

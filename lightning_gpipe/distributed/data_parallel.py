@@ -1,9 +1,8 @@
 """Rows that users divide among processes, which must be divided among pipelines.
 
-Data-parallel code gives each process a part of the rows, by the number of processes. Those of one
-pipeline share their batches, which the first one loads, so the parts of the others would not be
-read. A sampler or dataset that holds these numbers is refused. Code that asks for the number of
-processes where rows are chosen is warned of.
+The processes of one pipeline share their batches, which the first one loads, so the parts of the
+others would not be read. A sampler or dataset that holds the number of processes is refused. Code
+that asks for it where rows are chosen is warned of.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Replicas of a pipeline, whose gradients PyTorch's DistributedDataParallel averages.
 
-A pipeline is one autograd node, which gives each parameter its gradient once for each backward. To
-the wrapper only two things are unusual: parameters on several devices, which it allows, and those
-of other processes' stages on the meta device, which it is told to ignore.
+To the wrapper only two things are unusual: parameters on several devices, which it allows, and
+those of other processes' stages on the meta device, which it is told to ignore.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _EARLY = {"broadcast_buffers", "bucket_cap_mb", "gradient_as_bucket_view", "init
 
 
 def leaves_early(ddp: Mapping[str, Any], wrapper: nn.Module) -> bool:
-    """Return True if gradients of stages may leave early, as the user has set up the wrapper."""
+    """Return True if gradients of stages may leave early, by the options of the wrapper."""
     return ddp.keys() <= _EARLY and not getattr(wrapper, "_comm_hooks", None)
 
 
@@ -89,8 +88,8 @@ def replicated(
 ) -> DistributedDataParallel | None:
     """Give all replicas the values of the first, and wrap a model that averages their gradients.
 
-    The ``group`` has the same stages; others are on meta. The gradients of the parameters
-    ``averaged`` are averaged without the wrapper, which is None if no other here needs a gradient.
+    The ``group`` has the same stages. The gradients of the parameters ``averaged`` are averaged
+    without the wrapper, which is None if no other here needs a gradient.
     """
     ids = set(map(id, averaged))
     rest = (each for each in module.parameters() if each.requires_grad and id(each) not in ids)
@@ -131,7 +130,6 @@ def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Return True if each process of a stage has all of a tensor, as of a norm of tokens."""
     return not isinstance(tensor, DTensor) or all(x.is_replicate() for x in tensor.placements)
 
 

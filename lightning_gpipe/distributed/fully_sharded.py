@@ -1,11 +1,10 @@
 """Layers that the user divides among replicas by ``fully_shard``, as for ModelParallelStrategy.
 
 FSDP2 gathers the parameters of a layer in a hook before its forward, drops them in one after it,
-and reduces its gradients when autograd leaves the layer. In a pipeline that would be so for each
-micro-batch, recomputation and part of a backward, and on the workers' threads, whose collectives
-have no common order in all replicas. ``sharding="parameters"`` gathers by the schedule, and reduces
-once. So when ``configure_model`` returns, ``fully_shard`` is undone: the layers have their classes
-and whole parameters, which the strategy divides.
+and reduces its gradients when autograd leaves the layer: in a pipeline for each micro-batch and
+recomputation, and on the workers' threads, whose collectives have no common order in all replicas.
+``sharding="parameters"`` gathers by the schedule, and reduces once. So when ``configure_model``
+returns, ``fully_shard`` is undone: the layers have their classes and whole parameters.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def undoing_fully_shard(root: nn.Module, mesh: DeviceMesh, *, divides: bool) -> 
     """A ``with`` block after which no module in ``root`` is sharded by FSDP2 over ``mesh``.
 
     Parameters on the meta device keep the places of their values, in files or other processes.
-    Raises a ValueError if the strategy does not divide parameters among the replicas, or a module
-    is sharded in a way that it would not be then.
+    Raises a ValueError if the strategy would not divide what ``fully_shard`` divides.
     """
     named = root.named_parameters(remove_duplicate=False)
     places = {name: place_of_value(parameter) for name, parameter in named}

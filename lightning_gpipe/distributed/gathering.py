@@ -1,8 +1,7 @@
 """Checkpoints of which each process has a part, gathered in the first process.
 
 Each process has all keys and all parameters, those of other processes on the meta device. The first
-process asks for the values that it does not have, and those that another one has are its part,
-which it saves itself, or sends. They are sent one after another: the first process never has more
+one asks for the values that it does not have. They are sent one after another: it never has more
 than a whole checkpoint and the part of one other.
 """
 
@@ -33,8 +32,8 @@ def whole_state(
     Args:
         group: The processes of a pipeline, or of all replicas if these have divided parameters.
         elsewhere: The paths of the modules in stages of other processes.
-        kept: The names of the values that this process alone keeps, if it is in another replica
-            than the first, which has all that is not divided.
+        kept: The names of the values that this process alone keeps, if it is not in the first
+            replica, which has all that is not divided.
     """
     parts = group.gather(own_state(module, group, elsewhere, kept, whole=True))
     state: dict[str, Any] = module.state_dict() if parts else {}
@@ -68,7 +67,7 @@ def own_state(
 def whole_optimizer_state(
     optimizer: Optimizer, state: Mapping[str, Any], group: Group, place: int
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict with the states of all processes; empty but in the first."""
+    """Return an optimizer's state dict with the states of all; empty but in the first."""
     own = without_shards(state["state"])
     parts = group.gather({k: own[k] for k in own_optimizer_keys(optimizer, own, group, place)})
     if not parts:
@@ -97,7 +96,6 @@ def without_shards(values: T) -> T:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor on the CPU, one after another; else the tensor."""
     divided = isinstance(tensor, DTensor) and not tensor.is_meta
     return whole_of(tensor).cpu() if divided else tensor
 

@@ -18,10 +18,9 @@ the replica has no share in the average, and tells so: when the backward has end
 average the ``.grad`` of such parameters.
 
 If replicas share gradients, the second stage of ZeRO, an average is only in the replica that owns
-the parameter: it is reduced there, and the ``.grad`` of the others is None. So no replica keeps the
-gradients of a backward, and each backward is averaged, those that accumulate too. The owner adds up
-the averages. No wrapper averages the gradients of parameters that are not in stages: it would do so
-everywhere. They come at the end, with those above.
+the parameter. So no replica keeps the gradients of a backward, and each backward is averaged, those
+that accumulate too; the owner adds up the averages. The gradients of parameters that are not in
+stages come at the end, with those above.
 
 If they share parameters, too, those of other replicas have no values here, and no ``.grad``: a
 gradient that is averaged at the end of a backward is held until then.
@@ -95,7 +94,6 @@ class GradientAverages(GradientHome):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters, in the same order in all replicas."""
         buckets = chain.from_iterable(self.buckets.values())
         return [parameter for bucket in buckets for parameter in bucket.parameters]
 
@@ -127,7 +125,6 @@ class GradientAverages(GradientHome):
         wait_for(works, self._watcher)
 
     def wait_for_all(self, works: Iterable[Any]) -> None:
-        """Wait for the averages of a step, which each replica does once."""
         alone = self._keeps and not self._begun  # others wait for weights of this replica
         what = f"the gradients of all replicas{_WITHOUT_CALL * alone}"
         with OWN.next("gradients", dist.get_process_group_ranks(self.group), what):
@@ -142,10 +139,7 @@ class GradientAverages(GradientHome):
         return parameter.device if self._shares is None else self._shares.device_of(parameter)
 
     def add_late(self, parameter: nn.Parameter, average: Tensor | None) -> None:
-        """Average the ``.grad`` of a parameter in :meth:`finish`, and add an average to it.
-
-        Called alike in all replicas.
-        """
+        """Average the ``.grad`` of a parameter in :meth:`finish`, and add an average to it."""
         self._late[id(parameter)] = parameter
         if average is not None:
             self._add(parameter, average)
@@ -156,7 +150,7 @@ class GradientAverages(GradientHome):
 
     @torch.no_grad()
     def set_aside(self) -> None:
-        """Begin a backward: set the gradients aside that are averages, if replicas share them."""
+        """Begin a backward: set gradients aside that are averages, if replicas share them."""
         if self._shares is None:
             return
         for parameter in [*self.parameters, *self._rest]:
@@ -184,7 +178,6 @@ class GradientAverages(GradientHome):
             parameter.grad = average
 
     def _average_late(self, late: Sequence[nn.Parameter]) -> None:
-        """Average the ``.grad`` of parameters, if a replica has one."""
         held, self._held = self._held, {}
         gradient_of = {id(p): held.get(id(p), p.grad) for p in late}
         there = [gradient_of[id(parameter)] is not None for parameter in late]
@@ -205,8 +198,6 @@ class GradientAverages(GradientHome):
 
 
 class _AveragedTransfer(GradientTransfer):
-    """Averages the gradients of one mini-batch."""
-
     # Note [The same collectives in all replicas]
 
     def __init__(self, averages: GradientAverages, number: int) -> None:
@@ -255,7 +246,6 @@ class _AveragedTransfer(GradientTransfer):
             self._awaited = next(self._next, None)
 
     def _sum(self, buckets: Sequence[Bucket], gradient_of: dict[int, Tensor]) -> _Sent:
-        """Begin to add up the gradients of a stage over the replicas."""
         group = self._averages.group
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         outside = [id(parameter) in self._outside for parameter in parameters]
@@ -275,7 +265,6 @@ class _AveragedTransfer(GradientTransfer):
         return sent
 
     def _before(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient of steps before that is to be averaged with this one."""
         return parameter.grad if self._averages.adds else None
 
     def _fill(self, part: Tensor, parameter: nn.Parameter, gradient: Tensor | None) -> None:

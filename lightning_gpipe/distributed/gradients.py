@@ -33,10 +33,9 @@ class SameParameters:
 
     Args:
         around: The parameters that each process has.
-        everyone: The processes that have gradients of different parameters, if these are not those
-            of the group.
-        replica: Those that have gradients of other parameters, or of other shards of the same, if
-            these are not those of the group.
+        everyone: The processes that have gradients of different parameters, if not those of the
+            group.
+        replica: Those with gradients of other parameters, or of other shards, if not the group's.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class SameParameters:
             torch.nn.utils.clip_grad_value_(parameters, clip_val)
 
     def _unscale(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        """Find infinities in the gradients of all processes."""
         shards = [{"params": _shards(each["params"])} for each in optimizer.param_groups]
         stand_in: Any = SimpleNamespace(param_groups=shards)  # all that is read of an optimizer
         infinite_on = self._unscale_here(stand_in, *args, **kwargs)
@@ -122,7 +120,7 @@ def gradient_norms(parameters: Sequence[nn.Parameter], norm_type: float) -> list
 def check_alike(named: Mapping[str, nn.Parameter], group: ProcessGroup) -> None:
     """Warn of parameters whose gradients differ by more than rounding errors in processes.
 
-    Norms are compared, and those that are nearly zero beside others may be rounding errors.
+    Norms that are nearly zero beside others may be rounding errors.
     """
     dense = {name: x for name, x in named.items() if x.grad is None or not x.grad.is_sparse}
     own = [-1.0 if norm is None else norm for norm in gradient_norms([*dense.values()], 2.0)]

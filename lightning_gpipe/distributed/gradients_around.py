@@ -6,9 +6,8 @@ that of a head in the other, and a tied weight has a part of its gradient in eac
 
 To send around all of them in each step would be slow, so parameters live where they are used. The
 process of the last stage, the first of the pipeline, has all of them, for it runs the whole step.
-That of the first stage has those that the step uses before its call. Both step these, with the same
-gradients; the others have them on the meta device. The first gradient of a parameter shows where it
-is used: until then all have it.
+That of the first stage has those that the step uses before its call. Both step these; the others
+have them on the meta device. The first gradient of a parameter shows where it is used.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class GradientsAround:
         Args:
             called: Whether the step has called the pipeline: else the code before a call has no
                 part in it.
-            alone: Whether no others than the processes of both ends need to run such a step.
+            alone: Whether only the processes of both ends need to run such a step.
 
         Returns:
             The parameters that this process does not use, and must drop.
@@ -175,7 +174,6 @@ class GradientsAround:
         self._pipeline.move(tensor, source, target, _WHAT)
 
     def _write(self, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-        """Set parameters' gradients to the parts of a tensor, plus the earlier ones."""
         sums = flat.split([p.numel() for p in parameters])
         for parameter, total in zip(parameters, sums, strict=True):
             if self._shares is not None and not self._shares.is_own(parameter):

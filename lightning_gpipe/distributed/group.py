@@ -1,8 +1,7 @@
 """A process group for values that the processes of a pipeline exchange beside its tensors.
 
 Batches before they are on a device, norms, decisions and checkpoints go through the memory of the
-hosts, over Gloo. They go up and down a tree of the processes: no process sends to all others, and a
-thousand of them meet in eight rounds.
+hosts, over Gloo, up and down a tree of the processes: a thousand of them meet in eight rounds.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Group:
     """A process group over Gloo, made in all processes at once.
 
     ``ranks`` are the global ones of each group of them; None for one of all. ``process_group`` is
-    that of torch.distributed; None once it is left. ``watchers`` know which process has failed.
+    None once it is left. ``watchers`` know which process has failed.
     """
 
     def __init__(self, timeout: timedelta, ranks: list[list[int]] | None = None) -> None:
@@ -85,7 +84,7 @@ class Group:
         self._name = f"processes {ranges_of(self.ranks)}"
 
     def abort(self) -> None:
-        """End all waits in the group with errors; it is unusable then."""
+        """End all waits in the group, which is unusable then."""
         if self.process_group is not None:
             abort_group(self.process_group)
 
@@ -154,7 +153,6 @@ class Group:
         return least == ~most
 
     def _reduce(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return a tensor of all processes, in each of them."""
         tensor = tensor.contiguous()
         for child in self._children:
             other = torch.empty_like(tensor)
@@ -231,15 +229,13 @@ class Group:
             return self._broadcast(value, source)
 
     def all(self, own: Any) -> list[Any]:
-        """Return the value of each process, in the order of their ranks."""
         with self.waiting_for("the values of all"):
             return self._collect(own)
 
     def equalise(self, tensors: Sequence[Tensor], what: str) -> bool:
         """Give tensors the values that they have in the first process; return True if any was sent.
 
-        Those whose checksums are the same in all processes are not sent; the others are, in few
-        messages. All processes give the same number of tensors.
+        Those whose checksums are the same in all processes are not sent.
         """
         sums = torch.tensor([int(checksum(each)) for each in tensors], dtype=torch.int64)
         with self.waiting_for(f"{len(tensors)} {what}", sums.tolist()) as same:
@@ -250,7 +246,6 @@ class Group:
         return not same
 
     def _overwrite(self, tensors: Sequence[Tensor]) -> None:
-        """Give tensors the values that they have in the first process, by one message."""
         hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
         contents = list(map(bytes_in, hosts))
         flat = self._spread(torch.cat(contents) if len(contents) > 1 else contents[0], 0)
@@ -263,9 +258,9 @@ class Group:
                 tensor.copy_(host)
 
     def move(self, tensor: Tensor, source: int, target: int, what: str) -> None:
-        """Give a tensor on the CPU the values that it has in ``source``, in process ``target``.
+        """Give a tensor on the CPU in process ``target`` the values that it has in ``source``.
 
-        All other processes may leave it out. An empty tensor is not sent.
+        All other processes may leave it out.
         """
         if source == target or not tensor.numel() or self.rank not in (source, target):
             return
@@ -277,7 +272,7 @@ class Group:
                 self._receive(source, content)
 
     def hand(self, value: Any, places: Collection[int], what: str) -> None:
-        """Send a value to these processes, which :meth:`take` it; called in the first one."""
+        """Send a value to these processes, which :meth:`take` it."""
         others = sorted({*places} - {self.rank})
         if others:
             with self.explaining(what):
@@ -289,10 +284,7 @@ class Group:
             return receive_value(partial(self._receive, 0))
 
     def gather(self, own: Any) -> list[Any]:
-        """Return the values of all processes in the first one, and nothing in the others.
-
-        They go to the first one after another, with their tensors on the CPU.
-        """
+        """Return the values of all, which come one after another, in the first process only."""
         with self.waiting_for("the parts of a checkpoint"):
             parts = [own, *(self._pass_up(own, rank) for rank in range(1, self.size))]
             return [] if self.rank else parts
@@ -329,7 +321,6 @@ class Group:
             pass  # they compare it, for which all must be here
 
     def leave(self) -> None:
-        """Close the connections; a process that waits for this one gets an error."""
         group = self.process_group
         self.process_group = None  # the connections close when nothing refers to the group
         dist.destroy_process_group(group)

@@ -1,12 +1,10 @@
 """Optimizers whose states are divided among replicas, the first stage of ZeRO.
 
-All replicas have the same gradients, so any of them can step any parameter. Here each steps its
-share, for which alone it has the states, and sends the new values to the others. In the second
-stage it has a share of the gradients, too.
-
-The optimizer is the user's own. While it steps, parameters of other shares have no gradient, and an
-optimizer leaves those out. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models", 2020.
+All replicas have the same gradients. Each steps its share of the parameters, for which alone it has
+the states, and sends the new values to the others. In the second stage it has a share of the
+gradients, too. The optimizer is the user's own: while it steps, parameters of other shares have no
+gradient, and an optimizer leaves those out. Source: Rajbhandari et al., "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", 2020.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ _BUCKET = 2**28  # bytes
 class OptimizerShards:
     """Lets each replica step its share of the parameters of some optimizers.
 
-    The optimizers are the same in all replicas; their parameters on meta are left out. In
-    ``waiting()`` this process may wait for the others. With ``divides_gradients``, a replica has
+    In ``waiting()`` this process may wait for the others. With ``divides_gradients``, a replica has
     the averages of the gradients of its share only.
     """
 
@@ -92,7 +89,6 @@ class OptimizerShards:
                 parameter.grad = None
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        """Give back the gradients that were hidden, and send the values that have changed."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
@@ -116,14 +112,12 @@ class OptimizerShards:
         return (x for x in self._divided(optimizer) if not self._shares.is_own(x))
 
     def _divided(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters of an optimizer that replicas have, each with an owner."""
         parameters = [x for one in optimizer.param_groups for x in one["params"] if not x.is_meta]
         self._shares.add(parameters)
         return [x for x in parameters if not self._shares.keeps(x)]
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Return tensors in lists of one dtype and device, which are sent together."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

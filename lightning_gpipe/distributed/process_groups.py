@@ -31,14 +31,13 @@ class ProcessGroups:
     """The process groups of a process.
 
     Attributes:
-        everyone: All processes.
         replica: The processes of this replica, which have the same batches; None if it has one.
         pipeline: The processes of this pipeline; None if it has one.
         across: The processes with this one's place in all replicas, for tensors on its device.
         along: The processes of this pipeline, for tensors on its device.
         stage: The processes of this one's stage in its replica, each with a shard of it.
-        reductions: Those of ``across``, for gradients that leave while others use that group; None
-            if there is one replica.
+        reductions: As ``across``, for gradients that leave while others use that group; None if
+            there is one replica.
         mesh: All processes, by replica, place in a pipeline, and shard.
         of_norms: As ``across``, for moments of batch norms: one for each worker of this process and
             one for modules around the stages; none if each replica has its own moments.
@@ -68,21 +67,17 @@ class ProcessGroups:
         return list({id(x): x for x in groups if x is not None}.values())
 
     def watch(self, watcher: Watcher) -> None:
-        """End waits that are in vain, with an error of ``watcher`` that names the failed process.
-
-        Waits in the process group of all processes end too, where Lightning's loops wait.
-        """
+        """End waits that are in vain, those of Lightning's loops too, by errors of ``watcher``."""
         for group in self.host_groups:
             group.watchers = list(dict.fromkeys([watcher, self.lifeline]))
         watcher.on_lost_wait(self._abort)
 
     def expect_failures(self) -> None:
-        """Wait for no explanation of network errors from now on, since this process fails."""
+        """Wait for no explanation of network errors, since this process fails."""
         for group in self.host_groups:
             group.watchers = ()
 
     def leave(self) -> None:
-        """Close the connections; a process that waits for this one gets an error."""
         for group in self.host_groups:
             group.leave()
         self._abort_device_groups()
@@ -166,7 +161,7 @@ def connect(
 
 
 def _destroy(names: Iterable[Any]) -> None:
-    """End the threads of these groups, which torch.distributed would keep, once nobody has them."""
+    """End the threads of these groups, which torch.distributed would keep."""
     for name in names:
         with suppress(RuntimeError, ValueError):  # it has been destroyed
             dist.destroy_process_group(_resolve_process_group(name))
@@ -177,9 +172,6 @@ class _StageGroup:
 
     Divided layers, compiled ones and DTensor's caches keep the name of the first one, also those
     of later Trainers, whose meshes are equal. After a fit that has failed it leads to a new group.
-
-    Args:
-        stages: The ranks of each stage.
     """
 
     def __init__(self, stages: list[list[int]]) -> None:
@@ -188,7 +180,7 @@ class _StageGroup:
         self._group: ProcessGroup | None = None
 
     def connected(self, everyone: Group) -> ProcessGroup:
-        """Return the group, in all processes at once: a new one if it is aborted in one of them."""
+        """Return the group, in all processes at once: a new one if one has aborted it."""
         if everyone.decide(self._group is None, all=False):
             if self._group is not None:
                 self.abort(self._group)
@@ -205,7 +197,6 @@ class _StageGroup:
         return self._group
 
     def abort(self, group: ProcessGroup) -> None:
-        """End all waits in a group of it, which no later Trainer uses."""
         if group.size() > 1:
             abort_group(group)
             if group is self._group:
@@ -214,19 +205,16 @@ class _StageGroup:
 
 @cache
 def _stage_group(world: ProcessGroup, stages: tuple[tuple[int, ...], ...]) -> _StageGroup:
-    """Return that of these stages, for all Trainers with the same process group of all."""
     return _StageGroup([[*ranks] for ranks in stages])
 
 
 def _host_group(ranks: list[list[int]], timeout: timedelta, everyone: Group) -> Group | None:
-    """Return the group of these ranks that this process is in; None if it would be alone."""
     if len(ranks[0]) == 1:
         return None
     return everyone if len(ranks) == 1 else Group(timeout, ranks)
 
 
 def _own_group(ranks: Sequence[list[int]], timeout: timedelta) -> ProcessGroup:
-    """Make groups of these ranks for tensors on devices; return that of this process."""
     group, _ = dist.new_subgroups_by_enumeration(list(ranks), timeout=timeout)
     assert group is not None, "each process is in one of them"
     return group

@@ -1,9 +1,8 @@
 """Weights of stages of which each replica keeps a share, the third stage of ZeRO.
 
 The owner of a weight keeps its values, and steps it; others have it on the meta device. The owner
-sends them whenever a stage runs, see Note [The same gathers in all replicas]. They go in buckets of
-one owner, and a large weight without a copy. A bucket at an owner is as large as elsewhere, so the
-replicas are ready at the same time.
+sends them whenever a stage runs, see Note [The same gathers in all replicas], in buckets of one
+owner, and a large weight without a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ReplicaWeights(DividedWeights):
     """Gathers the weights of the stages of this process from replicas.
 
     ``stages`` has the divided weights of each stage, the same in all replicas. The ``groups``, one
-    for each worker of this process, have no other use. ``cap`` is the bytes of a bucket.
+    for each worker of this process, have no other use.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ def drop_values(root: nn.Module, parameters: Iterable[nn.Parameter], shares: Sha
 def gather_values(root: nn.Module, group: ProcessGroup, device: torch.device) -> None:
     """Give all replicas the values of parameters that some have, on the host.
 
-    As those of a model whose fit has divided them. ``device`` is one of this process.
+    As those of a model whose fit has divided them.
     """
     parameters = list(root.parameters())
     own = counts(group, [not is_in_another_process(x) for x in parameters], device)

@@ -1,10 +1,9 @@
 """Batches that one process loads and sends to the others.
 
 If each process loaded its batches, random augmentation or a stream of unknown length would make
-them differ, and a run would hang or, worse, go on with rows of two batches. So the first process
-loads them, and tells the others when there are no more. It also sends the states of the random
-generators that loading has changed, and in a prediction the indices of the rows. A process that
-does not read a batch gets it on the meta device, where tensors have shapes and no values.
+them differ. So the first process loads them, and tells the others when there are no more. It also
+sends the states of the random generators that loading has changed, and in a prediction the indices
+of the rows. A process that does not read a batch gets it on the meta device, without values.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ class SharedLoader:
 
     Otherwise it is that dataloader: the Trainer and the user's code find its attributes, and its
     class by ``isinstance``, and set attributes there.
-
-    ``readers`` returns the places of the processes that read the next batch; None for all.
     """
 
     loader: Any = None  # of an object that is being copied
@@ -138,7 +135,6 @@ class SharedLoader:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor without values, or the tensor if :func:`outline` does not shorten it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -43,7 +43,7 @@ class Shares:
     def keep(self, parameters: Iterable[Tensor]) -> None:
         """Divide parameters of which only the owner keeps the values; all replicas have them now.
 
-        The owner is that of any other parameter. The former places are known afterwards, too.
+        Their former places are known afterwards, too.
         """
         self._kept_on = {parameter: parameter.device for parameter in parameters}
         self.add(self._kept_on)

@@ -106,7 +106,6 @@ class Checkpoints:
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any
     ) -> None:
-        """Save a checkpoint; all processes call this."""
         if self._sharded:
             self._save_parts(checkpoint, path, storage_options)
         elif self._processes.global_rank == 0:
@@ -144,10 +143,7 @@ class Checkpoints:
     # Loading.
 
     def load(self, path: str | Path, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Read a file, or the parts of a folder beside the states of model and optimizers.
-
-        Raises a RuntimeError for a file that is no checkpoint.
-        """
+        """Read a file, or the parts of a folder beside the states of model and optimizers."""
         if self._processes.split:
             path = self._processes.broadcast(str(path))  # a callback may have drawn its name
         self._folder = folder_of(str(path))

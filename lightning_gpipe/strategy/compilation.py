@@ -1,16 +1,14 @@
 """Compiles layers in place with torch.compile.
 
-``layer.compile()`` compiles nothing of a layer whose class is PyTorch's own, such as an nn.Linear
-or an nn.TransformerEncoderLayer: the compiler skips code of torch that is called by code of torch.
-So the compiled function is one of ours that calls the layer.
+``layer.compile()`` compiles nothing of a layer whose class is PyTorch's own: the compiler skips
+code of torch that is called by code of torch. So the compiled function is one of ours that calls
+the layer.
 
-The compiler keeps a few variants of a function, and gives up if it needs more. One function for all
-layers would reach that limit with the ninth kind of layer; one for each layer would compile forty
-equal blocks forty times. So there is one for each kind of layer, on each device, in each mode.
-
-The list of variants is searched on several threads, and each search reorders it: a thread may miss
-its variant, and compile it again in mid-training. So there are also functions of their own for
-inputs with and without gradients. The only variants left are micro-batches of one row.
+The compiler gives up if a function needs more than a few variants. One function for all layers
+would reach that limit with the ninth kind of layer; one for each layer would compile forty equal
+blocks forty times. So there is one for each kind of layer, on each device, in each mode; and, as a
+thread may miss its variant while a search on another reorders the list, for inputs with and without
+gradients. The only variants left are micro-batches of one row.
 """
 
 from __future__ import annotations
@@ -59,11 +57,7 @@ def check_compile(options: Any) -> None:
 def compile_layers(
     modules: Iterable[PipedModule], options: Literal[True] | dict[str, Any], changes: Journal
 ) -> None:
-    """Let the layers of modules that run as pipelines be compiled when they are called first.
-
-    ``options`` are those of torch.compile; True for the defaults. Raises a ValueError if one of the
-    modules has no layers.
-    """
+    """Let layers be compiled when they are called first; ``options`` True are the defaults."""
     options = {"dynamic": True, **({} if options is True else options)}
     layers = [layer for piped in modules for layer in _layers_of(piped)]
     # Layers that the user compiles stay as they are.

@@ -24,11 +24,10 @@ _MOST_ASIDE = 0.1  # of the work
 def default_modules(
     root: nn.Module, balance: Any, *, several: bool, traced: bool
 ) -> list[PipedModule]:
-    """Choose the modules to pipeline in a LightningModule.
+    """Choose the modules to pipeline; a list ``balance`` chooses that of which it has the layers.
 
-    A list ``balance`` chooses the module whose layers it counts or names. With ``traced``, a module
-    may be piped whole, as its forward is traced. Raises a ValueError that says what there is if no
-    module holds most of the work.
+    With ``traced``, a module may be piped whole, as its forward is traced. Raises a ValueError that
+    says what there is if no module holds most of the work.
     """
     networks, reasons = _networks(root), list[str]()
     found = [x for path in networks for x in _pipes_of(root, path, traced=traced, reasons=reasons)]
@@ -62,7 +61,6 @@ def _networks(root: nn.Module) -> dict[str, nn.Module]:
 def _pipes_of(
     root: nn.Module, path: str, *, traced: bool, reasons: list[str]
 ) -> Sequence[PipedModule]:
-    """Return the modules that hold a network's work; add the reason if it is not piped whole."""
     network = root.get_submodule(path)
     containers = {f"{path}.{name}".rstrip("."): x for name, x in candidates(network).items()}
     for name, container in containers.items():
@@ -96,7 +94,7 @@ def _matters(module: nn.Module, total: int) -> bool:
 
 
 def _is_coarse(whole: PipedModule, containers: Iterable[str]) -> bool:
-    """Return True if one layer of a traced network, with containers in it, has most of its work."""
+    """Return True if one layer, with containers in it, has most of the work of a network."""
     most = _size(_weights([whole.module])) / 2
     return any(
         _size(_weights([whole.root.get_submodule(unit)])) > most

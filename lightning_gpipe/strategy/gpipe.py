@@ -1,13 +1,12 @@
 """GPipeStrategy: a LightningModule of which a module runs as a pipeline.
 
 Lightning's strategies assume one device per process. Here one process may drive several, and nearly
-every override below removes that assumption: where tensors are created, where modules and optimizer
-states are put, what is saved. The hooks are in Lightning's order; each calls the part for it.
+every override below removes that assumption. The hooks are in Lightning's order; each calls the
+part for it.
 
 The *root device*, which has the batch, the loss, the metrics and all modules outside of the
-pipeline, is the last stage's unless the user says the first's, so that an unchanged
-``training_step`` gets the output on the device of its targets; the pipeline moves its own input to
-the first stage.
+pipeline, is the last stage's unless the user says the first's: so an unchanged ``training_step``
+gets the output on the device of its targets.
 """
 
 from __future__ import annotations
@@ -115,23 +114,22 @@ class GPipeStrategy(ParallelStrategy):
             the work, or else the whole child, if its forward can be traced.
         schedule: The order of forwards and backwards. ``"fill_drain"`` runs all forwards,
             training_step's loss of the whole batch, and all backwards. With all others
-            training_step is called for each micro-batch, so that backwards begin early and few
-            micro-batches are alive at a time; the loss is their mean, weighted by rows, or by the
-            ``"loss_weight"`` that training_step returns beside ``"loss"``. They need automatic
-            optimization, and the package greenlet: ``"1f1b"``; ``"zero_bubble"``, which splits
-            backwards, so that devices wait less; ``"zero_bubble_v"``, with two stages on each
-            device, down the devices and back, for less still; so ``"v_half"`` and ``"v_min"``, with
-            a half and a third of the activations of ``"1f1b"``; or a block, ``[[0, 3], [1, 2]]``,
-            see :meth:`lightning_gpipe.GPipe.by_micro_batch`. ``"auto"`` plans it, as
-            ``chunks``: one of those that training_step allows, without ``"zero_bubble_v"``,
-            ``"v_half"`` and ``"v_min"``, or one that is found for the measured costs.
+            training_step is called for each micro-batch, so that few of these are alive at a time;
+            the loss is their mean, weighted by rows, or by the ``"loss_weight"`` that training_step
+            returns beside ``"loss"``. They need automatic optimization, and the package greenlet:
+            ``"1f1b"``; ``"zero_bubble"``, which splits backwards, so that devices wait less;
+            ``"zero_bubble_v"``, with two stages on each device, for less still; so ``"v_half"`` and
+            ``"v_min"``, with a half and a third of the activations of ``"1f1b"``; or a block,
+            ``[[0, 3], [1, 2]]``, see :meth:`lightning_gpipe.GPipe.by_micro_batch`. ``"auto"`` plans
+            it with ``chunks``, by what training_step allows: ``"fill_drain"``, ``"1f1b"``,
+            ``"zero_bubble"``, or a block for the measured costs.
         activation_checkpointing: The micro-batches that are recomputed. None is ``"except_last"``,
             and ``"never"`` for schedules other than fill-drain.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch.
         microbatching: Another way to split batches than along dim 0.
         compile: Whether torch.compile compiles the layers, in place, each kind of layer once for
             micro-batches of any size; or a dict of torch.compile's options, such as
-            ``{"fullgraph": True}``. The first training batch takes as long as that takes.
+            ``{"fullgraph": True}``.
         threads: Whether each device has a thread of its own. ``"auto"`` finds the faster way.
         cores: The number of cores that devices on the CPU share.
         split_backward: Whether the gradients of weights are computed apart.
@@ -144,8 +142,7 @@ class GPipeStrategy(ParallelStrategy):
         verify: Whether to compare the pipeline with a plain run on the first training batch, which
             has no effect on training. If output, gradients or buffers differ, a RuntimeError names
             the layer; a difference with a known reason, such as a batch norm, is a warning. The
-            plain run needs the memory of a whole batch without recomputation, spread over the
-            devices; over processes it is a run in a single micro-batch. With a loss for each
+            plain run needs the memory of a whole batch without recomputation. With a loss for each
             micro-batch, the loss and the gradients of the whole batch are compared as well.
             ``"sample"`` compares four rows, unless the model is compiled or in several processes,
             or the fit is resumed; and only where the layers are no nn.Sequential or each
@@ -168,12 +165,12 @@ class GPipeStrategy(ParallelStrategy):
             ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` for
             scripts that must not be run again.
         replicas: The number of pipelines that train together, each on its part of the batches, over
-            equally many devices; DistributedDataParallel averages their gradients. With
-            ``processes="single"`` each is a process.
+            equally many devices. With ``processes="single"`` each is a process.
         tensor_parallel: The number of devices of each stage, each with a process, among which you
             divide its layers in ``configure_model``, by PyTorch's ``parallelize_module`` with
             ``self.device_mesh["tensor_parallel"]``. Only with ``processes="per_stage"``.
-        ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
+        ddp: Options of DistributedDataParallel, which averages the gradients of replicas, such as
+            ``{"bucket_cap_mb": 50}``.
         sharding: The tensors that are divided among replicas, of which each has whole copies
             otherwise: ``"optimizer"`` for the states of the optimizers, ``"gradients"`` for these
             and the averaged gradients, ``"parameters"`` also for the parameters of stages, which
@@ -306,7 +303,7 @@ class GPipeStrategy(ParallelStrategy):
             self.pipeline.rebalance(balance)
 
     def _wrap(self) -> None:
-        """Let replicas average the gradients of the present parameters on their devices."""
+        """Let replicas average the gradients of the present parameters."""
         self.model = self._root  # the old wrapper goes first
         assert self._piped is not None, "it is set up"
         with self._averaging.in_step():
@@ -378,7 +375,6 @@ class GPipeStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True if other processes see other batches, as those of other replicas do."""
         return self._processes.replicated
 
     @property
@@ -469,28 +465,9 @@ class GPipeStrategy(ParallelStrategy):
         self.model_to_device()
         self._checkpoints.load_part(module)
         self._stage_shards.equalise(module)
-        if self.is_distributed:
-            self._wrap()
-            if trainer.state.fn == TrainerFn.FITTING:
-                self._sharding.divide_parameters(module, piped)
-        if trainer.state.fn == TrainerFn.FITTING:
-            refuse_recomputed_metrics(module, piped.pipeline)
-            if self._averaging.without_wrapper:
-                refuse_sparse_gradients(module)
-            self.setup_optimizers(trainer)
+        self._set_up_fit(trainer, piped)
         self.setup_precision_plugin()
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
-        check_fit(
-            callbacks,
-            self.optimizers,
-            split=processes.split,
-            sharded=self.options.sharding is not None,
-            divided=self.options.divides_parameters,
-            on_host=bool(piped.pipeline.layout.away_from_weights),
-        )
-        self._tries_sizes = any(isinstance(each, BatchSizeFinder) for each in callbacks)
-        if self.options.save_distributed_checkpoint:
-            refuse_in_parts(callbacks, self.checkpoint_io)
+        self._check_trainer(trainer, piped)
         processes.elsewhere = piped.elsewhere()
         self._replicas.begin(self.precision_plugin, piped)
         self._stage_shards.begin(piped, self.optimizers)
@@ -504,9 +481,41 @@ class GPipeStrategy(ParallelStrategy):
             in_wrapper=self._in_wrapper,
             last=self._last_outputs(piped) if processes.at_last else None,
         )
-        guard_logs(module, changes, split=processes.split or self.options.divides_gradients)
-        layout = piped.pipeline.layout
-        adapt_callbacks(callbacks, changes, layout, self.data_parallel_size)
+        self._adapt(trainer, piped)
+
+    def _set_up_fit(self, trainer: Trainer, piped: PipelinedModule) -> None:
+        """Give replicas the same values and, in a fit, their shares, and make the optimizers."""
+        module, fits = self._root, trainer.state.fn == TrainerFn.FITTING
+        if self.is_distributed:
+            self._wrap()
+            if fits:
+                self._sharding.divide_parameters(module, piped)
+        if fits:
+            refuse_recomputed_metrics(module, piped.pipeline)
+            if self._averaging.without_wrapper:
+                refuse_sparse_gradients(module)
+            self.setup_optimizers(trainer)
+
+    def _check_trainer(self, trainer: Trainer, piped: PipelinedModule) -> None:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+        check_fit(
+            callbacks,
+            self.optimizers,
+            split=self._processes.split,
+            sharded=self.options.sharding is not None,
+            divided=self.options.divides_parameters,
+            on_host=bool(piped.pipeline.layout.away_from_weights),
+        )
+        self._tries_sizes = any(isinstance(each, BatchSizeFinder) for each in callbacks)
+        if self.options.save_distributed_checkpoint:
+            refuse_in_parts(callbacks, self.checkpoint_io)
+
+    def _adapt(self, trainer: Trainer, piped: PipelinedModule) -> None:
+        """Adapt what assumes one device per process, until teardown."""
+        module, changes, options = self._root, self._changes, self.options
+        guard_logs(module, changes, split=self._processes.split or options.divides_gradients)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+        adapt_callbacks(callbacks, changes, piped.pipeline.layout, self.data_parallel_size)
         self._signals.follow(trainer, changes)
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)
@@ -626,7 +635,7 @@ class GPipeStrategy(ParallelStrategy):
             return step(args, kwargs)
 
     def _in_wrapper(self, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run``, called in the forward of the wrapper if there is one."""
+        """Return the result of ``run``, called in the forward of the module's wrapper, if any."""
         assert self.model is not None
         if self.model is self._root:
             return run()
@@ -741,7 +750,6 @@ class GPipeStrategy(ParallelStrategy):
         self._processes.leave()
 
     def _tell(self, error: BaseException) -> None:
-        """Tell the other processes of an error, unless Lightning raises it in all of them."""
         if isinstance(error, SIGTERMException | _TunerExitException):
             return
         try:

@@ -1,14 +1,13 @@
 """Processes between those of the first stage and the last, which run no code of the user's steps.
 
 With outputs for the last stage, that code runs up to its call of the pipeline for the inputs of the
-first stage, and from there on for the loss. The processes between need neither. They must know that
-the pipeline is called, with which program and for how many rows. So the process of the first stage
-tells them at its call; they run the program, with inputs of the same shapes and without values, and
-that process sends them the values that their stages need.
+first stage, and from there on for the loss. The processes between need neither. So the process of
+the first stage tells them at its call which program runs, and for how many rows; they run it on
+inputs of the same shapes without values, and that process sends the values that their stages need.
 
 A program is made of the code, unless all calls have the same. So all processes run the code up to
-its call where that makes a new program, of which they are told by its number from then on; and
-where it leaves something to layers, which would be there in its own process only, or makes values
+its call where that makes a new program, of which they are told by its number from then on; where it
+leaves something to layers, which would be there in its own process only; and where it makes values
 for their stages that are larger than its batch. The process of the last stage, which reads batches,
 hands them this one, with the parameters that they lack.
 """
@@ -67,7 +66,6 @@ class InnerProcesses:
         changes: Records the steps that are replaced until teardown.
 
     Attributes:
-        some: Whether there are any.
         left: The values that the code has left to layers before its call, see
             :attr:`ValuesOnLayers.numbers`; None if this process has not run it.
         calls: The checksums of the programs of the step's calls, one for each micro-batch with a
@@ -159,7 +157,7 @@ class InnerProcesses:
         return self._known and (call is None or (not call["runs"] and call["number"] == 0))
 
     def compare(self, left: Mapping[str, Any] | None, calls: Sequence[int]) -> None:
-        """Raise OutOfStep if :attr:`left` or :attr:`calls` differ from the last stage's process."""
+        """Raise OutOfStep if this differs from :attr:`left` and :attr:`calls`."""
         for i, (own, other) in enumerate(zip(self.calls, calls, strict=False)):
             if own != other:
                 raise OutOfStep(
@@ -181,8 +179,6 @@ class InnerProcesses:
     # In the process of the first stage, and in that of the last, where it is another one.
 
     def _watched(self, own: Step) -> Step:
-        """Return a step that looks at its arguments and the layers first."""
-
         @wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._engine.at_last is not None:  # not in a verification
@@ -278,7 +274,6 @@ class InnerProcesses:
         }
 
     def _numbered(self) -> Iterator[tuple[int, Program]]:
-        """Yield the programs that all processes have, with their numbers."""
         if (always := self._piped.frontend.program) is not None:
             yield 0, always
         yield from self._programs.items()
@@ -327,8 +322,6 @@ class InnerProcesses:
     # In those between.
 
     def _told_step(self, own: Step) -> Step:
-        """Return a step that follows the process of the first stage in place of its own code."""
-
         @wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._engine.at_last is None:  # all processes run it

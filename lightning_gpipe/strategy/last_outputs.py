@@ -1,12 +1,11 @@
 """Steps whose outputs only the first process gets, which tells the others their effects.
 
 With ``outputs="last"`` the user's step runs up to its call of the pipeline in all processes that
-need it, see :mod:`.inner_processes`. It goes on from there in the process of the last stage only,
-which is the first of the Trainer, where loggers write. Lightning's loop runs in all processes,
-which must do the same after the step. So the first one tells them the loss, what the step logged,
-and which buffers, random generators and attributes it changed; nothing is computed again.
-
-A metric of the module has seen all rows in the first process only, which computes it for all.
+need it, see :mod:`.inner_processes`, and goes on in the process of the last stage only, which is
+the first of the Trainer. Lightning's loop runs in all processes, which must do the same after it.
+So the first one tells them the loss, what the step logged, and which buffers, random generators and
+attributes it changed; nothing is computed again. A metric of the module has seen all rows
+in the first process only, which computes it for all.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class LastOutputs:
 
     @property
     def alone(self) -> bool:
-        """True if no processes but those of both ends need to run steps like the latest one."""
+        """True if processes between both ends need not run steps like the latest one."""
         return not self._inner.lasting
 
     def training(self, precision: Precision, in_wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,8 +122,8 @@ class LastOutputs:
     ) -> Any:
         """Return the result of a step; the others get its loss, if it ``trains``, or nothing.
 
-        Its logs are written in ``logging()``, the state in which a Trainer runs such a step.
-        Raises a RuntimeError if it calls the pipeline a second time, or optimizes by itself.
+        Its logs are written in ``logging()``. Raises a RuntimeError if it calls the pipeline twice,
+        or optimizes by itself.
         """
         if trains and not self._module.automatic_optimization:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """Runs training_step for each micro-batch, as one step of Lightning's loop.
 
-The pipeline's engine runs the steps as coroutines. Lightning still gets the effects of one
-step: a result, values that are logged once, a loss that a gradient scaler may scale.
+Lightning gets the effects of one step: a result, values that are logged once, a loss that a
+gradient scaler may scale.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ InWrapper = Callable[[Callable[[], Any]], Any]
 class MicroBatchSteps:
     """Runs training_step for each micro-batch, by a schedule other than ``"fill_drain"``.
 
-    ``verify`` tells to verify the first batch, or a few rows of it. ``in_wrapper`` returns the
-    result of a function, called in the forward of the module's wrapper. Raises a ValueError if the
-    schedule does not fit the pipeline.
+    Raises a ValueError if the schedule does not fit the pipeline.
     """
 
     def __init__(

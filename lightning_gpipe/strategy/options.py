@@ -46,12 +46,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """The arguments of :class:`~lightning_gpipe.GPipeStrategy`.
-
-    Raises:
-        TypeError, ValueError: If one has the wrong type or an impossible value.
-        ModuleNotFoundError: If the schedule needs greenlet, which is not installed.
-    """
+    """The arguments of :class:`~lightning_gpipe.GPipeStrategy`, checked."""
 
     balance: Any
     chunks: int | Literal["auto"] | None
@@ -110,8 +105,7 @@ class StrategyOptions:
     def checkpointing(self) -> ActivationCheckpointing | Literal["auto"]:
         """The argument ``activation_checkpointing``, or its default for the schedule.
 
-        With a loss for each micro-batch few of them are alive at a time, so none need be
-        recomputed. If the schedule is planned, so is this.
+        With a loss for each micro-batch few are alive at a time, so none need be recomputed.
         """
         if self.activation_checkpointing is not None:
             return self.activation_checkpointing

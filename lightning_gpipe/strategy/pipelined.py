@@ -1,7 +1,4 @@
-"""The pipelines in a LightningModule, from setup to teardown.
-
-The modules are piped within the whole LightningModule, whose forward and steps call them as before.
-"""
+"""The pipelines in a LightningModule, whose forward and steps call their modules as before."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble i
 def piped_modules_of(
     root: nn.Module, options: StrategyOptions, *, several: bool = True
 ) -> list[PipedModule]:
-    """Return the piped modules at the user's paths or, without a path, those with the work.
-
-    Raises a TypeError or ValueError if a module is missing, ambiguous, or cannot be cut.
-    """
+    """Return the piped modules at the user's paths or, without a path, those with the work."""
     refuse_pipelines(root)
     check_initialised(root, type(root).__name__)
     if options.module is not None:
@@ -148,7 +142,6 @@ class PipelinedModule:
         self.schedule = choice.order.schedule
 
     def around(self) -> list[nn.Parameter]:
-        """Return the parameters that are used around the stages: each process has them."""
         layouts = self.pipeline.layouts
         shared = {id(parameter) for layout in layouts for parameter in layout.everywhere}
         inside = {
@@ -175,8 +168,7 @@ class PipelinedModule:
     def shared(self) -> set[int]:
         """Return the ids of parameters around the stages that code of any process may use.
 
-        Those that stages have, too; and those of recurrent modules, which hold on to the objects
-        that are their weights.
+        Those that stages have, too, and those of recurrent modules, which hold on to their weights.
         """
         modules = [x for x in self._root.modules() if isinstance(x, nn.RNNBase)]
         used = [parameter for module in modules for parameter in module.parameters()]
@@ -195,7 +187,6 @@ class PipelinedModule:
 
     @property
     def run_by_ends(self) -> bool:
-        """True if all processes but those of the first and the last stage are :attr:`inner`."""
         return {*self.pipeline.layout.owners} == self.ends | {*self.inner}
 
     @property

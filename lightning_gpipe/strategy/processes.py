@@ -1,8 +1,7 @@
 """The processes of a Trainer: which there are, how they start, and how they find one another.
 
-Lightning's parallel strategies take the number of processes, and the rank of each, from the devices
-or from the environment. A pipeline in one process has one rank, whatever the number of its devices,
-and also where a launcher's variables are set.
+A pipeline in one process has one rank, whatever the number of its devices, and also where a
+launcher's variables are set.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Processes:
         groups: The process groups, while several processes are connected.
         elsewhere: The paths of modules in stages of other processes. It outlives the pipeline, for
             checkpoints of a model that has trained.
-        kept: The names of parameters that this process alone keeps, of all replicas. As before.
+        kept: The names of parameters that this process alone keeps, of all replicas. So does it.
     """
 
     def __init__(self, options: StrategyOptions) -> None:
@@ -94,7 +93,6 @@ class Processes:
 
     @property
     def replicated(self) -> bool:
-        """True if there are several pipelines, each with batches of its own."""
         return self.options.replicas > 1
 
     @property
@@ -274,7 +272,6 @@ class Processes:
                 engine.explain(self._cause_of)
 
     def _cause_of(self, error: BaseException) -> BaseException:
-        """Return the failure of another process that caused a network error, or the error."""
         if self.groups is None or not is_broken_connection(error):
             return error
         return self.groups.lifeline.failure(_BROKEN) or error
@@ -329,19 +326,18 @@ class Processes:
 
     @property
     def replica_group(self) -> Group | None:
-        """The processes of this replica, once they are connected, if it has several."""
         return None if self.groups is None else self.groups.replica
 
     @property
     def optimizer_group(self) -> Group | None:
-        """The processes that have different states of optimizers, if there are several."""
+        """The processes with different states of optimizers, if there are several."""
         if self.groups is None or self.options.sharding is None:
             return self.pipeline_group
         return self.groups.everyone
 
     @property
     def value_group(self) -> Group | None:
-        """The processes that have different values of parameters, if there are several."""
+        """The processes with different values of parameters, if there are several."""
         if self.groups is None or not self.options.divides_parameters:
             return self.pipeline_group
         return self.groups.everyone
@@ -352,7 +348,6 @@ class Processes:
         return self.kept if self.replica else None
 
     def meet(self, purpose: str) -> None:
-        """Wait until all processes have come to ``purpose``, as a message may say."""
         if self.groups is not None:
             self.groups.everyone.meet(purpose)
 
@@ -413,7 +408,7 @@ def backend_for(device: torch.device) -> str:
 
 
 class _ProcessLauncher(_MultiProcessingLauncher):
-    """Starts processes with multiprocessing, and leaves the whole model in the main process."""
+    """Starts processes with multiprocessing; the main one has the whole model afterwards."""
 
     def __init__(
         self, strategy: ParallelStrategy, processes: Processes, method: Literal["spawn", "fork"]

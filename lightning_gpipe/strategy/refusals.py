@@ -1,7 +1,4 @@
-"""Refuses by name the Trainers, arguments, callbacks and optimizers that a pipeline cannot honour.
-
-Lightning supports them, and a pipeline would have to ignore them silently.
-"""
+"""Refuses by name what Lightning supports, and a pipeline would have to ignore silently."""
 
 from __future__ import annotations
 
@@ -98,8 +95,7 @@ def check_fit(
 ) -> None:
     """Refuse callbacks and optimizers that a pipeline, or one over processes, cannot honour.
 
-    ``sharded`` tells that replicas divide the states of optimizers, ``divided`` that they divide
-    parameters, and ``on_host`` that stages on devices have their weights in the memory of the host.
+    ``sharded`` and ``divided`` tell that replicas divide the states of optimizers, and parameters.
     """
     for callback in callbacks:
         if split or divided:
@@ -195,10 +191,7 @@ def _devices_of(tensors: Iterable[Tensor]) -> list[str]:
 def warn_of_one_device(
     balances: Sequence[Any], sizes: Sequence[Sequence[int]], devices: int
 ) -> None:
-    """Warn if nothing runs at the same time, unless the user asked for a single stage.
-
-    ``balances`` are the argument for each module; a list says how many stages.
-    """
+    """Warn if nothing runs at the same time, unless the user asked for a single stage."""
     stages = max(map(len, sizes))
     if devices == 1 < stages:
         rank_zero_warn(
@@ -271,7 +264,7 @@ def refuse_recomputed_metrics(root: nn.Module, pipeline: GPipe) -> None:
 
 
 def metrics_on_meta(module: nn.Module) -> list[str]:
-    """Return the names of the metrics within ``module`` with state created on the meta device."""
+    """Return the names of metrics with state that was created on the meta device."""
     return [
         name
         for name, metric in module.named_modules()

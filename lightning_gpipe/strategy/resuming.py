@@ -49,7 +49,6 @@ class MeasuredBalances:
         balances: Sequence[Any],
         sizes: Sequence[Sequence[int]],
     ) -> None:
-        """Keep the stage sizes of those modules whose ``balance`` is measured or was saved."""
         self._sizes = {
             piped.path: list(size)
             for piped, balance, size in zip(modules, balances, sizes, strict=True)
@@ -61,10 +60,7 @@ class MeasuredBalances:
         self._sizes |= {x.path: list(size) for x, size in pairs if x.path in self._sizes}
 
     def balance_of(self, piped: PipedModule, balance: Any, devices: int) -> Any:
-        """Return the sizes from the checkpoint if ``balance`` is to be measured and they fit.
-
-        Otherwise return ``balance``, or raise a ValueError if it must be in the checkpoint.
-        """
+        """Return the sizes from the checkpoint, if they are wanted and fit, or ``balance``."""
         if not isinstance(balance, str) or balance not in _SAVED:
             return balance
         sizes, units = self._sizes.get(piped.path, []), len(piped.frontend.units)

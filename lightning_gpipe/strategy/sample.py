@@ -1,9 +1,8 @@
 """Captures the inputs of a LightningModule's pipelines, for a balance that is measured.
 
 By Lightning's convention, ``example_input_array`` has the arguments of the module's forward.
-Without it there is a batch only in a fit, the first of the train dataloader, and only
-``training_step`` knows which part of it the layers get: it is called, and ends when it reaches
-them.
+Without it only ``training_step`` knows which part of the first batch of a fit the layers get: it is
+called, and ends when it reaches them.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:
 
 
 def _first_batch(module: LightningModule, trainer: Trainer) -> Any:
-    """Return the first batch of the train dataloader, which the fit gets again."""
     loaders: Any = trainer.fit_loop._data_source.dataloader()
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:

@@ -1,9 +1,8 @@
 """The values that training_step logs for micro-batches, logged once for the batch.
 
-The steps are suspended and go on in turns, so the last call does not have the value of the batch.
-So the calls are collected, and combined as the step would have reduced its rows. A metric that is
-called returns the value of a micro-batch, which is logged for the step, or by the step. So a copy
-of it is updated beside it, from its initial state, and has the value of the batch.
+The calls are collected, and combined as the step would have reduced its rows. A metric that is
+called returns the value of a micro-batch. So a copy of it is updated beside it, from its initial
+state, and has the value of the batch.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ class BatchMetrics:
         return LazyManagers(lambda: hooks)
 
     def finish(self, metric: Any) -> None:
-        """Give a metric that was called the value of the batch, as of the latest call."""
         if id(metric) in self._called:
             metric._forward_cache = self._copies[id(metric)][1].compute()
 

@@ -1,9 +1,8 @@
 """The result of a step, joined from those of training_step for its micro-batches.
 
-Callbacks and hooks expect what training_step returns for a batch. A value does not say how it
-depends on the rows, so its type decides: tensors, and lists with an entry for each row, are
-concatenated in the order of the batch, floats are averaged, integers are counts, and structures are
-joined by entries.
+A value does not say how it depends on the rows, so its type decides: tensors, and lists with an
+entry for each row, are concatenated in the order of the batch, floats are averaged, integers are
+counts, and structures are joined by entries.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 class _Joining:
-    """Joins values, one for each micro-batch."""
-
     def __init__(self, outcome: Outcome, constants: Sequence[Any]) -> None:
         self._rows, self._weights = list(outcome.rows or ()), outcome.weights
         self._constants, self._merge = constants, outcome.merge

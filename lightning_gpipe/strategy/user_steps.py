@@ -1,13 +1,11 @@
 """The steps of a LightningModule with a pipeline, which must run it and not go around it.
 
-The pipeline runs where the nn.Sequential is called. ``for layer in self.layers: x = layer(x)``, the
-usual way to write a transformer, never calls it: the loss is right, and nothing is pipelined. The
-same is true of ``self.layers[:3](x)``, and of another module that was assigned to ``self.layers``
-after the pipeline was set up.
-
-A training step that does this is refused; a step in evaluation is warned of. A training step that
-needs no layer at all, as in a GAN that trains its parts in turns, must not be refused. So before
-the first run, and after a step without one, hooks on the layers record which of them run.
+``for layer in self.layers: x = layer(x)``, the usual way to write a transformer, never calls the
+nn.Sequential: the loss is right, and nothing is pipelined. The same is true of
+``self.layers[:3](x)``, and of another module in the place of ``self.layers``. A training step that
+does this is refused; a step in evaluation is warned of. One that needs no layer at all, as in a GAN
+that trains its parts in turns, must not be refused. So before the first run, and after a step
+without one, hooks on the layers record which of them run.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ class UserSteps:
     """Runs the steps of a LightningModule.
 
     ``verify`` tells to verify the first training batch, if each micro-batch has a loss, or a few
-    rows of it. ``in_wrapper`` returns the result of a function, called in the forward of the
-    module's wrapper. ``last`` runs steps whose outputs are for the last stage; None if all
-    processes get them.
+    rows of it. ``last`` runs steps whose outputs are for the last stage; None if all processes get
+    them.
     """
 
     def __init__(
@@ -76,11 +73,7 @@ class UserSteps:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Return the result of ``training_step`` for a batch; ``step`` calls it once, for all rows.
-
-        Raises a RuntimeError if the step went around the pipeline, and OutOfStep if it ran no
-        mini-batch, and another process did.
-        """
+        """Return the result of ``training_step``, which ``step`` calls once, for all rows."""
         if self._by_micro_batch is not None:
             step = partial(self._by_micro_batch.run, precision)
         if self.last is not None:
@@ -150,8 +143,8 @@ class UserSteps:
 class BypassCheck:
     """Checks that the steps of a LightningModule run one of its pipelines.
 
-    ``together`` has all pipelined modules. A step may leave out some of them, as a GAN that trains
-    its networks in turns, but is warned of if it runs none.
+    A step may leave out some of ``together``, all pipelined modules, but is warned of if it runs
+    none.
     """
 
     def __init__(
@@ -166,11 +159,7 @@ class BypassCheck:
         self._settled: set[str] = set()  # the steps that ran the pipeline, or were warned of
 
     def training(self, step: Callable[[], Any], *, automatic: bool) -> Any:
-        """Return the result of ``training_step``, which ``step`` runs.
-
-        If optimization is ``automatic``, a result None skips the batch. Raises a RuntimeError if
-        the step went around the pipeline.
-        """
+        """Return the result of ``step``; None skips the batch if optimization is ``automatic``."""
         name, runs, total = "training_step", self._piped.runs, self._total()
         if not self._record:
             result, around = step(), None
@@ -240,7 +229,6 @@ class BypassCheck:
 
     @property
     def _replaced(self) -> bool:
-        """True if the user has put another module in the place of the pipelined one."""
         modules = dict(self._root.named_modules(remove_duplicate=False))
         return modules.get(self._piped.path) is not self._piped.module
 

@@ -1,12 +1,9 @@
 """Places the averages of the weights that Lightning's callbacks keep on several devices.
 
-The callbacks move their copy of the whole model to ``pl_module.device``, and put the statistics of
-batch norms there before they compute them anew. The model of a pipeline may not fit on one device.
-So the copy stays on the CPU, where it is made, until the layers are on their devices; then each
-average goes to the device of the tensor that it averages.
-
-With several processes, that is the meta device for the tensors of other processes. There averaging
-has no effect, and a checkpoint has the averages of all processes.
+The callbacks move their copy of the whole model to ``pl_module.device``, where it may not fit. So
+it stays on the CPU until the layers are on their devices; then each average goes to the device of
+the tensor that it averages. With several processes, that is the meta device for the tensors of
+other ones. There averaging has no effect, and a checkpoint has the averages of all processes.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ class Averages:
     """The averages of a model during a fit; without such a callback nothing happens.
 
     An average stays on the device that the user chose for it, if any. ``whole_state`` returns the
-    state dict of a model with the values of all processes; ``in_parts`` whether there are several,
-    although this one may have all parameters.
+    state dict of a model with the values of all processes; ``in_parts`` whether there are several.
     """
 
     def __init__(
@@ -90,7 +86,6 @@ class Averages:
                 vars(copy)["state_dict"] = partial(self._state_of, copy)
 
     def _state_of(self, copy: AveragedModel) -> dict[str, Any]:
-        """Return the state dict of an average, with the values of all processes in the first."""
         whole = {f"module.{name}": value for name, value in self._whole_state(copy.module).items()}
         return {"n_averaged": copy.n_averaged, **whole}
 
@@ -106,7 +101,6 @@ class Averages:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Return the parameters and buffers, in the order in which the callbacks pair them."""
     return chain(module.parameters(), module.buffers())
 
 

@@ -1,14 +1,10 @@
 """Methods of the user's module and callbacks, replaced while there is a pipeline.
 
-Layers must not log: they would do so for each micro-batch and recomputation, on a worker's thread,
-which Lightning's collection of results is not made for.
-
-Finetuning callbacks compare unfrozen parameters with an optimizer's own by ``torch.equal``, which
-raises if their devices differ. So tensors are compared on the device of the first.
-
-DeviceStatsMonitor logs the statistics of the root device, and ThroughputMonitor compares the
-throughput of the process with the peak of one device. Here a process has several devices, and a
-pipeline may have several processes, which all work on the same batches.
+Layers must not log: they would do so for each micro-batch and recomputation, on a worker's thread.
+Finetuning callbacks compare parameters by ``torch.equal``, which raises if their devices differ; so
+tensors are compared on the device of the first. DeviceStatsMonitor and ThroughputMonitor take a
+process for one device and one batch: here a process has several devices, and the processes of a
+pipeline work on the same batches.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The stages in Lightning's profilers.
+"""The stages in Lightning's profilers, which time the Trainer's calls on the Trainer's thread.
 
-Lightning's profilers time the Trainer's calls on the Trainer's thread; a pipeline is one of these
-calls, and its stages run on other threads. So PyTorch's profiler records all threads, where each
-action has its name. The simple profiler, which must not be used from two threads, gets a row for
-each stage and kind of action, from the timeline that the pipeline records anyway.
+PyTorch's profiler records all threads, where each action has its name. The simple profiler, which
+must not be used from two threads, gets a row for each stage and kind of action, from the timeline
+that the pipeline records anyway.
 """
 
 from __future__ import annotations

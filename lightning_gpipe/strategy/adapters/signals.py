@@ -1,11 +1,9 @@
 """Signals to some processes, on which all act after the same batch.
 
-Lightning's handlers act in the middle of a step: on SIGTERM they broadcast, and on SLURM's signal
-to requeue they save, both of which wait for processes that got no signal. Here a handler asks all
-processes, and each does at the end of a batch what Lightning's would have done.
-
-An error in one process does not reach the others by itself either. A callback that saves on it
-waits for them, and must not fail in place of the error if they do not come.
+Lightning's handlers act in the middle of a step, and broadcast or save, for which they wait for
+processes that got no signal. Here a handler asks all processes, and each does at the end of a batch
+what Lightning's would have done. A callback that saves on an error waits for the others, too, and
+must not fail in place of the error if they do not come.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ class Signals(Callback):
         self._callbacks: list[Callback] = []  # of the Trainer, this one among them
 
     def follow(self, trainer: Trainer, changes: Journal) -> None:
-        """Act on the signals and errors of a Trainer until :meth:`release`."""
         groups, connector = self._processes.groups, trainer._signal_connector
         if groups is None:
             return

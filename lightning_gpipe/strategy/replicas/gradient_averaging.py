@@ -38,9 +38,8 @@ from lightning_gpipe.strategy.replicas.sharding import Sharding
 class GradientAveraging:
     """Averages gradients over replicas, those of stages as soon as their sums are known.
 
-    DistributedDataParallel, with the options ``ddp``, wraps the module and averages the rest,
-    unless gradients are divided among replicas, or parameters among the processes of a stage.
-    Raises a ValueError for an option that it does not have.
+    DistributedDataParallel averages the rest, unless gradients are divided among replicas, or
+    parameters among the processes of a stage.
     """
 
     def __init__(self, processes: Processes, sharding: Sharding) -> None:
@@ -71,19 +70,16 @@ class GradientAveraging:
         return self._processes.options.divides_gradients or not self._accumulates
 
     def begin(self, pipelined: PipelinedModule) -> None:
-        """Average the gradients of a fit of these pipelines, until :meth:`end`."""
         modules = pipelined.modules
         self._early, self._synchronised = None, True
         self._pipeline = modules[0].pipeline if len(modules) == 1 else None
         self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
 
     def wrapped(self, module: LightningModule, around: Collection[nn.Parameter]) -> nn.Module:
-        """Give all replicas the values of the first.
+        """Give all replicas the values of the first; return the module, in a wrapper if needed.
 
-        ``around`` are the parameters that each process of a pipeline has. Return, in a fit, a
-        wrapper whose backward averages the gradients over replicas that do not leave early; the
-        module itself otherwise, if no such parameter here needs a gradient, or if gradients are
-        divided.
+        The wrapper's backward averages the gradients that do not leave early. ``around`` are the
+        parameters that each process has.
         """
         across = self._processes.across
         assert across is not None, "there are replicas, and connected"
@@ -118,7 +114,6 @@ class GradientAveraging:
 
         That is if other parameters need gradients than before, or the fit begins, from when on
         gradients may leave early: until then the user can register a communication hook, for all.
-        Later that raises a RuntimeError.
         """
         early = leaves_early(self._ddp, wrapper)
         if self._early is None:

@@ -1,8 +1,8 @@
 """Replicas of a pipeline, and the processes of each, train together.
 
-The processes of one pipeline see the same batches and hold the same values. So nothing is averaged
-or summed over them: to a metric, a logger or a user's ``all_gather`` they are one. Averages and
-gathers are over replicas, each process with those that have its place in the others.
+To a metric, a logger or a user's ``all_gather`` the processes of one pipeline are one: they see the
+same batches. Averages and gathers are over replicas, each process with those that have its place in
+the others.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ class Replicas:
     # Values and gradients.
 
     def synchronise(self, piped: PipelinedModule) -> None:
-        """Let batch norms normalise by the rows of all replicas, if the Trainer asks for it.
-
-        Raises a ValueError if one around the stages has a forward of its own.
-        """
+        """Let batch norms normalise by the rows of all replicas, if the Trainer asks for it."""
         self.synchronising = _apart
         groups = self._processes.groups
         if groups is None or not groups.of_norms:
@@ -91,14 +88,12 @@ class Replicas:
             self._parts.begin()
 
     def at_ends(self) -> list[nn.Parameter]:
-        """Return the parameters around that only processes of the first and last stage have."""
         return [] if self._parts is None else self._parts.at_ends
 
     def after_backward(self, last: LastOutputs | None) -> bool:
         """Give the processes of a pipeline equal gradients of the parameters that each of them has.
 
-        Return True if some parameters have lost their values here, see
-        :meth:`GradientsAround.add_up`.
+        Return True if some parameters have lost their values here.
         """
         if self._together is None or not self._averaging.is_due:
             return False
@@ -136,7 +131,6 @@ class Replicas:
     def _homes(
         self, pipelined: PipelinedModule, around: Sequence[nn.Parameter], group: Group
     ) -> GradientsAround:
-        """Keep each parameter around where it is used, with outputs for the last stage."""
         processes = self._processes
         return GradientsAround(
             around,
@@ -172,7 +166,6 @@ class Replicas:
         self._changes.undo()
 
     def grad_norm(self, module: nn.Module, norm_type: float, separator: str) -> dict[str, float]:
-        """Return the norms of the gradients of all processes of a pipeline, by name."""
         named = dict(module.named_parameters())
         of_all = gradient_norms if self._together is None else self._together.norms
         pairs = zip(named, of_all(list(named.values()), norm_type), strict=True)
@@ -200,10 +193,7 @@ class Replicas:
             return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
 
     def _waiting_for(self, what: str) -> AbstractContextManager[Any]:
-        """A ``with`` block that all processes enter.
-
-        If outputs are for the last stage, those that have it may do so alone, in a step.
-        """
+        """A ``with`` block that all enter, unless the last stage may be alone in a step."""
         alone = self._processes.at_last
         return nullcontext() if alone else self._processes.everyone.waiting_for(what)
 

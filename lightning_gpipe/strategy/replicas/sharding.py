@@ -61,10 +61,6 @@ class Sharding:
         return undoing_fully_shard(module, mesh, divides=self._of_parameters)
 
     def divide_parameters(self, module: nn.Module, pipelined: PipelinedModule) -> None:
-        """Divide the parameters of stages among replicas until :meth:`end`, if the user asks.
-
-        Raises a ValueError if several modules are pipelines.
-        """
         across, groups = self._processes.across, self._processes.groups
         if across is None or groups is None or not self._of_parameters:
             return
@@ -86,7 +82,6 @@ class Sharding:
         self._processes.kept = {n for n, x in named if shares.keeps(x) and shares.is_own(x)}
 
     def begin(self, around: Collection[nn.Parameter]) -> None:
-        """Divide as the user asks for, until :meth:`end`; all processes have ``around``."""
         across = self._processes.across
         if self._processes.options.sharding is not None and across is not None:
             self.shares = self.shares or Shares(across, around)
@@ -96,7 +91,7 @@ class Sharding:
     ) -> None:
         """Let each replica step its share of the parameters, if there are shares.
 
-        ``averaging`` returns the ``with`` block in which processes wait for other replicas.
+        In ``averaging()`` processes wait for other replicas.
         """
         if self.shares is not None:
             self._optimizers = OptimizerShards(
@@ -107,7 +102,6 @@ class Sharding:
             )
 
     def drop_states(self, optimizers: Iterable[Optimizer]) -> None:
-        """Drop the states of optimizers that other replicas have, as after loading them."""
         if self._optimizers is not None:
             for optimizer in optimizers:
                 self._optimizers.drop_states(optimizer)

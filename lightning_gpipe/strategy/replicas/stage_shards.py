@@ -18,10 +18,7 @@ from lightning_gpipe.strategy.processes import Processes
 
 
 class StageShards:
-    """Keeps the processes of a stage in step, with tensor parallelism.
-
-    A layer communicates by itself; here is what all of them need around its calls.
-    """
+    """Keeps the processes of a stage in step around the calls of their divided layers."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -37,7 +34,6 @@ class StageShards:
                 equalise(module, groups.stage, shards=False)
 
     def begin(self, pipelined: PipelinedModule, optimizers: Sequence[Optimizer]) -> None:
-        """Keep the processes in step from now on, until :meth:`end`."""
         self._divided = pipelined.divided()
         compares = self._processes.options.tensor_parallel > 1
         self._undivided = pipelined.undivided() if compares else {}
