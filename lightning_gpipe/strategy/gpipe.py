@@ -58,6 +58,7 @@ from lightning_gpipe.distributed import (
     has_batch_hooks,
     is_without_values,
     refuse_world_size,
+    shapes,
     unshare,
 )
 from lightning_gpipe.strategy.adapters.averages import Averages
@@ -286,7 +287,7 @@ class GPipeStrategy(ParallelStrategy):
             raise RuntimeError("a pipeline is cut anew from setup to teardown: there is none now.")
         pipeline = self._piped.pipeline
         move, move_back = (partial(self._cut, each) for each in (balance, pipeline.balance))
-        self._processes.check_same_value("balance of rebalance()", balance)
+        self._processes.check_same({"balance of rebalance()": balance})
         self._sharding.gather_parameters(self._root, self.root_device)
         try:
             self._processes.do_or_undo(move, move_back)
@@ -450,7 +451,7 @@ class GPipeStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
-        processes.check_same(module)
+        processes.check_same(shapes(module))
         self._changes = changes = Journal()  # a new one: a fork abandons those that exist
         if self.options.compile is not False:
             compile_layers(self.piped_modules(module), self.options.compile, changes)

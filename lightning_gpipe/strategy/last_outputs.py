@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -104,14 +103,6 @@ class LastOutputs:
     def alone(self) -> bool:
         """True if processes between both ends need not run steps like the latest one."""
         return not self._inner.lasting
-
-    def training(self, precision: Precision, in_wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            run = partial(self._module.training_step, *args, **kwargs)
-            with precision.train_step_context():
-                return in_wrapper(partial(self.run, run, trains=True))
-
-        return step
 
     def run(
         self,

@@ -7,7 +7,7 @@ launcher's variables are set.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from socket import socket
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch import nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
@@ -46,7 +45,6 @@ from lightning_gpipe.distributed import (
     check_same,
     connect,
     end,
-    shapes,
     start_together,
     versions,
     whole_state,
@@ -248,13 +246,10 @@ class Processes:
             state = RandomState.capture()
             state._replace(states=replica.broadcast(state.states)).restore()
 
-    def check_same(self, module: nn.Module) -> None:
+    def check_same(self, facts: Mapping[str, Any]) -> None:
+        """Raise a RuntimeError in all processes that names the values that differ."""
         if self.groups is not None:
-            check_same(self.groups.everyone, shapes(module))
-
-    def check_same_value(self, name: str, value: object) -> None:
-        if self.groups is not None:
-            check_same(self.groups.everyone, {name: value})
+            check_same(self.groups.everyone, facts)
 
     def of_pipeline(self) -> dict[str, Any]:
         """The arguments of :class:`~lightning_gpipe.GPipe` for a pipeline of several processes."""

@@ -74,10 +74,10 @@ class UserSteps:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Return the result of ``training_step``, which ``step`` calls once, for all rows."""
-        if self._by_micro_batch is not None:
-            step = partial(self._by_micro_batch.run, precision)
         if self.last is not None:
-            step = self._at_last(self.last, step, precision)
+            step = partial(self._at_last, self.last, precision)
+        elif self._by_micro_batch is not None:
+            step = partial(self._by_micro_batch.run, precision)
         run: Callable[[], Any] = partial(step, *args, **kwargs)
         automatic = self._module.automatic_optimization
         for check in self._checks:
@@ -89,15 +89,13 @@ class UserSteps:
         self._piped.say_ways()
         return result
 
-    def _at_last(
-        self, last: LastOutputs, step: Callable[..., Any], precision: Precision
-    ) -> Callable[..., Any]:
+    def _at_last(self, last: LastOutputs, precision: Precision, *args: Any, **kwargs: Any) -> Any:
         if self._by_micro_batch is not None:
-            logging = precision.train_step_context
-            return lambda *args, **kwargs: last.run(
-                partial(step, *args, **kwargs), trains=True, logging=logging
-            )
-        return last.training(precision, self._in_wrapper)
+            run = partial(self._by_micro_batch.run, precision, *args, **kwargs)
+            return last.run(run, trains=True, logging=precision.train_step_context)
+        run = partial(self._module.training_step, *args, **kwargs)
+        with precision.train_step_context():
+            return self._in_wrapper(partial(last.run, run, trains=True))
 
     @contextmanager
     def _sample(self) -> Iterator[None]:

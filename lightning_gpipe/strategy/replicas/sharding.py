@@ -20,6 +20,7 @@ from lightning_gpipe.distributed import (
     divisible,
     drop_values,
     gather_values,
+    shapes,
     undoing_fully_shard,
 )
 from lightning_gpipe.strategy.pipelined import PipelinedModule
@@ -49,7 +50,7 @@ class Sharding:
             return
         lacks_values = any(map(is_in_another_process, module.parameters()))
         if self._processes.decide(lacks_values, all=False):
-            self._processes.check_same(module)
+            self._processes.check_same(shapes(module))
             gather_values(module, across, device)
 
     def undoing_fully_shard(self, module: nn.Module | None) -> AbstractContextManager[None]:
