@@ -27,16 +27,12 @@ BETWEEN = "between steps"
 
 
 class RecordedStep(NamedTuple):
-    """A step of a fit.
-
-    ``runs`` has the layout and the actions of each mini-batch, ``seconds`` the time in which a
-    pipeline ran.
-    """
+    """A step of a fit."""
 
     number: int
-    runs: list[tuple[Layout, list[Span]]]
+    runs: list[tuple[Layout, list[Span]]]  # the actions of each mini-batch
     caller: list[Slice]
-    seconds: float
+    seconds: float  # in which a pipeline ran
 
     @property
     def length(self) -> float:

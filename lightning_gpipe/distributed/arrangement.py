@@ -32,25 +32,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The places of the processes of a Trainer.
-
-    Args:
-        mode: The kind of processes of a pipeline.
-        replicas: The number of replicas, each a pipeline.
-        nodes: The number of machines, with ``devices`` each.
-        last_first: Whether the first process of a pipeline has its last stage.
-        tensor_parallel: The number of processes of a stage, each in a pipeline of its replica.
-
-    Raises:
-        ValueError: If they do not divide.
-    """
+    """The places of the processes of a Trainer; raises a ValueError if they do not divide."""
 
     mode: Mode
-    replicas: int
-    nodes: int
-    devices: int
-    last_first: bool = False
-    tensor_parallel: int = 1
+    replicas: int  # each a pipeline, or several that divide their stages
+    nodes: int  # the machines
+    devices: int  # of each machine
+    last_first: bool = False  # whether the first process of a pipeline has its last stage
+    tensor_parallel: int = 1  # the processes of a stage, each in a pipeline of its own
 
     def __post_init__(self) -> None:
         got = f"replicas={self.replicas}, Trainer(devices={self.devices}, num_nodes={self.nodes})"

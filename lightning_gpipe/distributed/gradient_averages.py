@@ -336,19 +336,14 @@ class _HeldTransfer(GradientTransfer):
 
 
 class _Sent(NamedTuple):
-    """The gradients of a stage on their way.
-
-    Attributes:
-        parts: The averages that this replica gets, by the ids of their parameters.
-        notes: The sums over replicas of the number of the mini-batch and, for each parameter, of 1
-            if a replica has gradients from outside, and of 1 if it has a share in the average.
-        works: The collectives to wait for.
-    """
+    """The gradients of a stage on their way."""
 
     parameters: Sequence[nn.Parameter]
-    parts: dict[int, Tensor]
+    parts: dict[int, Tensor]  # the averages that this replica gets, by the ids of parameters
+    # Sums over replicas: of the number of the mini-batch and, for each parameter, of 1 if a replica
+    # has gradients from outside, and of 1 if it has a share in the average.
     notes: Tensor
-    works: list[Any]
+    works: list[Any]  # the collectives to wait for
 
     def drop_done(self) -> list[Any]:
         """Drop the collectives that have ended, with the buckets that only they have."""

@@ -38,7 +38,6 @@ class GradientsAround:
     """Gives each parameter around a pipeline its gradient, in the processes that have it.
 
     Args:
-        around: The parameters.
         pipeline: The processes of the pipeline, whose first one has its last stage.
         everyone: Those of all pipelines.
         across: The processes with this one's place in all pipelines; None if there is one.
@@ -46,9 +45,6 @@ class GradientsAround:
         shared: The ids of parameters that code of any process may use: all keep them.
         shares: The owners of the parameters among the pipelines, if only these have gradients.
         alone: Whether only the processes of the first and the last stage run the user's step.
-
-    Attributes:
-        homes: The processes that have a parameter, by its id, once that is known.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class GradientsAround:
         alone: bool,
         shares: Shares | None = None,
     ) -> None:
-        self.homes: dict[int, Home] = {}
+        self.homes: dict[int, Home] = {}  # by the ids of parameters, once they are known
         self._around = around
         self._pipeline, self._everyone, self._across = pipeline, everyone, across
         self._first = first

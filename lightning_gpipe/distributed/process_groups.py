@@ -28,37 +28,23 @@ from lightning_gpipe.distributed.group import Group, Watcher
 
 @dataclass(frozen=True, eq=False)
 class ProcessGroups:
-    """The process groups of a process.
-
-    Attributes:
-        replica: The processes of this replica, which have the same batches; None if it has one.
-        pipeline: The processes of this pipeline; None if it has one.
-        across: The processes with this one's place in all replicas, for tensors on its device.
-        along: The processes of this pipeline, for tensors on its device.
-        stage: The processes of this one's stage in its replica, each with a shard of it.
-        reductions: As ``across``, for gradients that leave while others use that group; None if
-            there is one replica.
-        mesh: All processes, by replica, place in a pipeline, and shard.
-        of_norms: As ``across``, for moments of batch norms: one for each worker of this process and
-            one for modules around the stages; none if each replica has its own moments.
-        of_weights: As ``across``, for weights that replicas have divided: one for each worker of
-            this process; none if each replica has all.
-        lifeline: Watches all processes.
-        stages: Makes ``stage`` for all Trainers of this process.
-    """
+    """The process groups that a process is in."""
 
     everyone: Group
-    replica: Group | None
-    pipeline: Group | None
-    across: ProcessGroup
-    along: ProcessGroup
-    stage: ProcessGroup
-    reductions: ProcessGroup | None
-    mesh: DeviceMesh
+    replica: Group | None  # the processes with the same batches; None for a single one
+    pipeline: Group | None  # None for a single one
+    # For tensors on devices:
+    across: ProcessGroup  # the processes with this one's place in all replicas
+    along: ProcessGroup  # those of this pipeline
+    stage: ProcessGroup  # those of this one's stage in its replica, each with a shard of it
+    reductions: ProcessGroup | None  # as across, for gradients that leave while others use that
+    mesh: DeviceMesh  # all, by replica, place in a pipeline, and shard
+    # As across: for moments of batch norms, one for each worker and one for modules around the
+    # stages; for weights that replicas have divided, one for each worker. None without either.
     of_norms: Sequence[ProcessGroup]
     of_weights: Sequence[ProcessGroup]
-    lifeline: Lifeline
-    stages: _StageGroup
+    lifeline: Lifeline  # watches all processes
+    stages: _StageGroup  # makes that of the stage, for all Trainers of this process
 
     @property
     def host_groups(self) -> list[Group]:

@@ -64,14 +64,6 @@ class InnerProcesses:
             code before a call may use.
         have_batches: Whether those between have the values of each batch.
         changes: Records the steps that are replaced until teardown.
-
-    Attributes:
-        left: The values that the code has left to layers before its call, see
-            :attr:`ValuesOnLayers.numbers`; None if this process has not run it.
-        calls: The checksums of the programs of the step's calls, one for each micro-batch with a
-            loss.
-        lasting: Whether all processes have run the code of the latest step up to its call, and will
-            run it for another one like it, too.
     """
 
     def __init__(
@@ -92,9 +84,10 @@ class InnerProcesses:
         self._places, self._group, self._at_ends = places, group, at_ends
         self._have_batches = have_batches
         self.some = bool(places)
-        self.lasting = False
+        self.lasting = False  # whether all run the code of steps like the latest, up to its call
+        # What the code has left to layers, see ValuesOnLayers.numbers; None if it has not run here.
         self.left: dict[str, list[Any]] | None = None
-        self.calls: list[int] = []
+        self.calls: list[int] = []  # checksums of the programs of the step's calls
         self._told = 0  # calls of which the first stage's process has told
         self._programs: dict[int, Program] = {}  # by the numbers of calls for which all made them
         self._call: Mapping[str, Any] | None = None  # the latest one; None if there is none

@@ -36,19 +36,12 @@ Call = dict[str, Any]  # the arguments of a call of log
 
 
 class _State(NamedTuple):
-    """The state before a step, which may change it.
-
-    Attributes:
-        random: The states of the random generators.
-        buffers: The buffers around the stages.
-        attributes: The attributes of the modules.
-        parameters: The parameters around the stages, with their versions.
-    """
+    """The state before a step, which may change it."""
 
     random: RandomState
-    buffers: BufferState
+    buffers: BufferState  # of modules around the stages
     attributes: LeftOnModules
-    parameters: list[tuple[str, str, nn.Parameter, int]]
+    parameters: list[tuple[str, str, nn.Parameter, int]]  # around the stages, with versions
 
 
 class LastOutputs:

@@ -58,23 +58,17 @@ _BROKEN = 5.0  # the same until it is known why a connection has ended
 
 
 class Processes:
-    """The processes of a Trainer, one of which is this one.
-
-    Attributes:
-        devices: The devices of this machine.
-        groups: The process groups, while several processes are connected.
-        elsewhere: The paths of modules in stages of other processes. It outlives the pipeline, for
-            checkpoints of a model that has trained.
-        kept: The names of parameters that this process alone keeps, of all replicas. So does it.
-    """
+    """The processes of a Trainer, one of which is this one."""
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
-        self.devices: list[torch.device] = []
+        self.devices: list[torch.device] = []  # of this machine
         self._nodes = 1
         self._environment: ClusterEnvironment | None = None
         self._ranks: ClusterEnvironment | None = None  # if it numbers the processes
-        self.groups: ProcessGroups | None = None
+        self.groups: ProcessGroups | None = None  # while several processes are connected
+        # For checkpoints of a model that has trained: the paths of modules in stages of other
+        # processes, and the names of parameters that this process alone keeps, of all replicas.
         self.elsewhere: set[str] = set()
         self.kept: set[str] = set()
         self._listener: socket | None = None  # for the first process, from before it starts
