@@ -9,7 +9,7 @@ of their own, and average their gradients.
 from lightning_gpipe.distributed.arrangement import Arrangement, Mode
 from lightning_gpipe.distributed.buckets import divisible, own_parameters
 from lightning_gpipe.distributed.checksum import checksum
-from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
+from lightning_gpipe.distributed.children import ProcessLauncher, Scripts
 from lightning_gpipe.distributed.comparison import check_same, shapes, versions
 from lightning_gpipe.distributed.data_parallel import WorldSizeCalls, refuse_world_size
 from lightning_gpipe.distributed.ddp import (

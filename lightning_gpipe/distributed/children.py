@@ -1,4 +1,4 @@
-"""Ends the processes that this one has started, so that none outlives it.
+"""Starts processes, and ends those that this one has started, so that none outlives it.
 
 When a process fails, the others hear of it and end by themselves. One that is stopped or hangs does
 not, and may heed no signal but SIGKILL: it would stay on the machine for ever.
@@ -6,6 +6,7 @@ not, and may heed no signal but SIGKILL: it would stay on the machine for ever.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -15,10 +16,15 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from subprocess import Popen
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.distributed_c10d import _world
 from typing_extensions import override
@@ -88,6 +94,44 @@ class Scripts(_SubprocessScriptLauncher):
                 abort_group(group)
         failed = self._failed or getattr(sys, "last_value", None) is not None
         end(self.procs, AFTER_FAILURE if failed else self._timeout)
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Starts processes with multiprocessing; the main one has the whole model afterwards.
+
+    ``fetch`` gives a module the values of all processes in the first one.
+    """
+
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        method: Literal["spawn", "fork"],
+        listening: Callable[[], AbstractContextManager[None]],
+        fetch: Callable[[LightningModule], None],
+    ) -> None:
+        super().__init__(strategy, method)
+        self._listening = listening
+        self._fetch = fetch
+
+    @override
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                "start_method='spawn' imports the script in each process, so the script must start "
+                "processes only where it is the main program: it did so while it was imported. Put "
+                "the code that trains behind if __name__ == '__main__':"
+            )
+        try:
+            with self._listening():
+                return super().launch(*args, **kwargs)
+        except BaseException:
+            end(self.procs, AFTER_FAILURE)  # the main process would wait for them when it ends
+            raise
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        self._fetch(trainer.lightning_module)
+        return super()._collect_rank_zero_results(trainer, results)
 
 
 def end(processes: Sequence[Process], patience: timedelta) -> None:

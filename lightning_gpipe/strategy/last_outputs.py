@@ -28,6 +28,7 @@ from lightning_gpipe.core.run import StepAtLast
 from lightning_gpipe.core.transport import OutputElsewhere
 from lightning_gpipe.strategy.inner_processes import InnerProcesses
 from lightning_gpipe.strategy.left_on_modules import LeftOnModules, follow
+from lightning_gpipe.strategy.pipelined import modules_inside
 from lightning_gpipe.strategy.step_logs import arguments_of_log
 
 _REDUCTIONS = "mean", "min", "max", "sum"
@@ -74,12 +75,7 @@ class LastOutputs:
         self.called = True
         self._calls: list[tuple[str, Call]] = []  # of log in this step, by the module's path
         self._computes = False  # whether a metric is being computed for all
-        inside = {
-            each
-            for partition in pipeline.layout.partitions
-            for layer in partition.layers
-            for each in layer.modules()
-        }
+        inside = modules_inside(pipeline)
         self._modules = {path: each for path, each in module.named_modules() if each not in inside}
         metrics = Metric, MetricCollection  # which have states of their own
         self._all = {p: x for p, x in module.named_modules() if not isinstance(x, metrics)}

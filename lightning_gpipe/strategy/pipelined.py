@@ -194,13 +194,7 @@ class PipelinedModule:
         return self.pipeline.layout.ends
 
     def norms_around(self) -> dict[str, _BatchNorm]:
-        inside = {
-            module
-            for layout in self.pipeline.layouts
-            for layer in layout.layers
-            for module in layer.modules()
-        }
-        found = self._root.named_modules()
+        inside, found = modules_inside(self.pipeline), self._root.named_modules()
         return {path: x for path, x in found if isinstance(x, _BatchNorm) and x not in inside}
 
     def elsewhere(self) -> set[str]:
@@ -266,6 +260,12 @@ class PipelinedModule:
         if self.pipeline.plan is not None:
             lines.append(f"GPipe's plan is {self.pipeline.plan}")
         return ".\n".join(lines) + "."
+
+
+def modules_inside(pipeline: GPipe) -> set[nn.Module]:
+    """Return the modules in the stages of all processes."""
+    layers = (layer for layout in pipeline.layouts for layer in layout.layers)
+    return {module for layer in layers for module in layer.modules()}
 
 
 def must_stay(root: nn.Module) -> bool:

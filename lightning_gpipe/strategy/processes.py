@@ -6,11 +6,10 @@ launcher's variables are set.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from socket import socket
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch.distributed import ProcessGroup
-from typing_extensions import override
 
 from lightning_gpipe.checkpoints import load_state
 from lightning_gpipe.core.faithful import RandomState, add_note
@@ -37,14 +34,13 @@ from lightning_gpipe.core.transport import (
     start_timeout,
 )
 from lightning_gpipe.distributed import (
-    AFTER_FAILURE,
     Arrangement,
     Group,
     ProcessGroups,
+    ProcessLauncher,
     Scripts,
     check_same,
     connect,
-    end,
     start_together,
     versions,
     whole_state,
@@ -161,13 +157,13 @@ class Processes:
 
     def launcher(
         self, strategy: ParallelStrategy, on_error: Callable[[BaseException], None]
-    ) -> Scripts | _ProcessLauncher | None:
+    ) -> Scripts | ProcessLauncher | None:
         if not self.launched:
             return None
         assert self._environment is not None, "the Trainer has found one"
         method = self.options.start_method
         if method != "popen":
-            return _ProcessLauncher(strategy, self, method)
+            return ProcessLauncher(strategy, method, self.listening, self.fetch)
         processes, timeout = self.arrangement.on_each_node, self.options.timeout
         node = self._environment, processes, self._nodes
         return Scripts(*node, timeout, on_error, self.listening)
@@ -394,33 +390,3 @@ class Processes:
 def backend_for(device: torch.device) -> str:
     """Return the backend of torch.distributed for tensors on ``device`` and on the host."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-
-
-class _ProcessLauncher(_MultiProcessingLauncher):
-    """Starts processes with multiprocessing; the main one has the whole model afterwards."""
-
-    def __init__(
-        self, strategy: ParallelStrategy, processes: Processes, method: Literal["spawn", "fork"]
-    ) -> None:
-        super().__init__(strategy, method)
-        self._processes = processes
-
-    @override
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise RuntimeError(
-                "start_method='spawn' imports the script in each process, so the script must start "
-                "processes only where it is the main program: it did so while it was imported. Put "
-                "the code that trains behind if __name__ == '__main__':"
-            )
-        try:
-            with self._processes.listening():
-                return super().launch(*args, **kwargs)
-        except BaseException:
-            end(self.procs, AFTER_FAILURE)  # the main process would wait for them when it ends
-            raise
-
-    @override
-    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        self._processes.fetch(trainer.lightning_module)
-        return super()._collect_rank_zero_results(trainer, results)
