@@ -471,7 +471,7 @@ class GPipeStrategy(ParallelStrategy):
         self._check_trainer(trainer, piped)
         processes.elsewhere = piped.elsewhere()
         self._replicas.begin(self.precision_plugin, piped)
-        self._stage_shards.begin(piped, self.optimizers)
+        self._stage_shards.begin(module, self.optimizers)
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
         self._sharding.divide_optimizers(self.optimizers, self._averaging.in_step)

@@ -8,7 +8,6 @@ from functools import partial
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.core.data import Rows
@@ -151,19 +150,6 @@ class PipelinedModule:
             for parameter in partition.parameters
         }
         return [p for p in self._root.parameters() if id(p) in shared or id(p) not in inside]
-
-    def divided(self) -> list[nn.Parameter]:
-        """Return the parameters here of which each process of a stage has a shard."""
-        return [p for p in self._root.parameters() if isinstance(p, DTensor) and not p.is_meta]
-
-    def undivided(self) -> dict[str, nn.Parameter]:
-        """Return the other parameters here that need gradients, which all these have, by name."""
-        named = self._root.named_parameters()
-        return {
-            name: p
-            for name, p in named
-            if p.requires_grad and not (isinstance(p, DTensor) or p.is_meta)
-        }
 
     def shared(self) -> set[int]:
         """Return the ids of parameters around the stages that code of any process may use.

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import divided_like
 from lightning_gpipe.distributed import check_alike, equalise
-from lightning_gpipe.strategy.pipelined import PipelinedModule
 from lightning_gpipe.strategy.processes import Processes
 
 
@@ -33,10 +32,12 @@ class StageShards:
             with groups.everyone.waiting_for("the values that the processes of a stage share"):
                 equalise(module, groups.stage, shards=False)
 
-    def begin(self, pipelined: PipelinedModule, optimizers: Sequence[Optimizer]) -> None:
-        self._divided = pipelined.divided()
-        compares = self._processes.options.tensor_parallel > 1
-        self._undivided = pipelined.undivided() if compares else {}
+    def begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        here = {name: x for name, x in module.named_parameters() if not x.is_meta}
+        self._divided = [x for x in here.values() if isinstance(x, DTensor)]
+        if self._processes.options.tensor_parallel > 1:
+            whole = {name: x for name, x in here.items() if not isinstance(x, DTensor)}
+            self._undivided = {name: x for name, x in whole.items() if x.requires_grad}
         if self._divided:
             self._handles = list(chain.from_iterable(map(step_one_by_one, optimizers)))
 
