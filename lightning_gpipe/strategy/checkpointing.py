@@ -31,6 +31,7 @@ from lightning_gpipe.checkpoints import (
     set_aside,
 )
 from lightning_gpipe.distributed import (
+    Group,
     own_optimizer_keys,
     own_state,
     whole_optimizer_state,
@@ -38,6 +39,7 @@ from lightning_gpipe.distributed import (
     without_shards,
 )
 from lightning_gpipe.strategy.processes import Processes
+from lightning_gpipe.strategy.replicas.sharding import Sharding
 
 _IN_PARTS = ("state_dict", "optimizer_states")
 
@@ -58,8 +60,10 @@ class Checkpoints:
     its part. Either kind is loaded: a file at once, a folder once this process knows its part.
     """
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Processes, sharding: Sharding) -> None:
+        self.elsewhere: set[str] = set()  # the paths of modules in stages of other processes
         self._processes = processes
+        self._sharding = sharding
         self._sharded = processes.options.save_distributed_checkpoint
         self._folder: str | None = None  # from which the model is loaded
         self._strict = True
@@ -67,31 +71,30 @@ class Checkpoints:
     # Saving, in the processes that have a part in it.
 
     def in_parts(self) -> bool:
-        return self._processes.value_group is not None
+        return self._value_group is not None
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         trainer = getattr(module, "_trainer", None)
         step = "" if trainer is None else f" of step {trainer.global_step}"
-        processes = self._processes
-        saves = processes.meet_to_save(f"a checkpoint{step}")
-        if not saves and not processes.options.divides_parameters:
+        saves = self._saves(f"a checkpoint{step}")
+        if not saves and not self._processes.options.divides_parameters:
             return {}
-        group = processes.value_group
+        group = self._value_group
         if group is None:
             return module.state_dict()
-        if self._processes.shard and not self._sharded:
+        if self._is_shard:
             without_shards(module.state_dict())  # for the first process of the stage
             return {}
         state_of = own_state if self._sharded else whole_state
-        return state_of(module, group, processes.elsewhere, processes.kept_values)
+        return state_of(module, group, self.elsewhere, self._kept)
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         processes = self._processes
-        saves = processes.meet_to_save("the state of an optimizer")
+        saves = self._saves("the state of an optimizer")
         if not saves and processes.options.sharding is None:
             return {}
-        group, place = processes.optimizer_group, processes.place_in_pipeline
-        if processes.shard and not self._sharded:
+        group, place = self._optimizer_group, processes.place_in_pipeline
+        if self._is_shard:
             without_shards(state["state"])
             return {}
         if not self._sharded:
@@ -102,6 +105,50 @@ class Checkpoints:
         own = own_optimizer_keys(optimizer, state["state"], group, place)
         some = group.decide(bool(own), all=False)
         return optimizer_part(state, own, first=group.rank == 0, some=some)
+
+    def fetch(self, module: LightningModule) -> None:
+        """Give the module of the first process the values of all, on the CPU."""
+        processes, group = self._processes, self._value_group
+        processes.meet("gather the model")
+        if group is None or (processes.replica and not processes.options.divides_parameters):
+            return
+        state = whole_state(module, group, self.elsewhere, self._kept)
+        if group.rank == 0 and processes.options.tensor_parallel > 1:
+            module.load_state_dict(state, assign=True)  # whole, for the main process
+        elif group.rank == 0:
+            load_state(module, state, strict=True)
+
+    def _saves(self, what: str) -> bool:
+        """Wait until all processes are here; return True if this one saves something."""
+        self._processes.meet(f"save {what}")
+        return self._processes.groups is None or self._processes.replica == 0
+
+    @property
+    def _is_shard(self) -> bool:
+        """True if the first process of this one's stage saves whole tensors in its place."""
+        processes = self._processes
+        return not self._sharded and processes.global_rank % processes.options.tensor_parallel > 0
+
+    @property
+    def _value_group(self) -> Group | None:
+        """The processes with different values of parameters, if there are several."""
+        divides = self._processes.options.divides_parameters
+        return self._everyone if divides else self._processes.pipeline_group
+
+    @property
+    def _optimizer_group(self) -> Group | None:
+        """The processes with different states of optimizers, if there are several."""
+        divides = self._processes.options.sharding is not None
+        return self._everyone if divides else self._processes.pipeline_group
+
+    @property
+    def _everyone(self) -> Group | None:
+        return None if self._processes.groups is None else self._processes.groups.everyone
+
+    @property
+    def _kept(self) -> set[str] | None:
+        """The names of the values that a process of a replica saves; None in the first replica."""
+        return self._sharding.kept if self._processes.replica else None
 
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any
@@ -122,7 +169,7 @@ class Checkpoints:
                 "configuration."
             )
         processes = self._processes
-        first, group = processes.global_rank == 0, processes.optimizer_group
+        first, group = processes.global_rank == 0, self._optimizer_group
         folder = processes.broadcast(str(path))
         if first:
             make_room(folder)

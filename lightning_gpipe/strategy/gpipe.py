@@ -239,7 +239,7 @@ class GPipeStrategy(ParallelStrategy):
         self._profiling = Profiling()
         self._signals = Signals(self._processes)
         self._changes = Journal()  # of the user's modules and callbacks, until teardown
-        self._checkpoints = Checkpoints(self._processes)
+        self._checkpoints = Checkpoints(self._processes, self._sharding)
         self._averages = Averages(self._checkpoints.module_state, self._checkpoints.in_parts)
         self._random_states = RandomStates(self._processes)
         self._measured_balances = MeasuredBalances()
@@ -410,7 +410,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = self._processes.launcher(self, self._tell)
+        self._launcher = self._processes.launcher(self, self._tell, self._checkpoints.fetch)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -469,7 +469,7 @@ class GPipeStrategy(ParallelStrategy):
         self._set_up_fit(trainer, piped)
         self.setup_precision_plugin()
         self._check_trainer(trainer, piped)
-        processes.elsewhere = piped.elsewhere()
+        self._checkpoints.elsewhere = piped.elsewhere()
         self._replicas.begin(self.precision_plugin, piped)
         self._stage_shards.begin(module, self.optimizers)
         for optimizer in self.optimizers:

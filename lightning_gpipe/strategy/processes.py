@@ -21,7 +21,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch.distributed import ProcessGroup
 
-from lightning_gpipe.checkpoints import load_state
 from lightning_gpipe.core.faithful import RandomState, add_note
 from lightning_gpipe.core.run import Engine
 from lightning_gpipe.core.transport import (
@@ -43,7 +42,6 @@ from lightning_gpipe.distributed import (
     connect,
     start_together,
     versions,
-    whole_state,
 )
 from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.refusals import refuse_several_nodes, refuse_several_processes
@@ -63,10 +61,6 @@ class Processes:
         self._environment: ClusterEnvironment | None = None
         self._ranks: ClusterEnvironment | None = None  # if it numbers the processes
         self.groups: ProcessGroups | None = None  # while several processes are connected
-        # For checkpoints of a model that has trained: the paths of modules in stages of other
-        # processes, and the names of parameters that this process alone keeps, of all replicas.
-        self.elsewhere: set[str] = set()
-        self.kept: set[str] = set()
         self._listener: socket | None = None  # for the first process, from before it starts
 
     # Their number, and the place of this one.
@@ -141,10 +135,6 @@ class Processes:
         return 0 if self.pipeline_group is None else self.pipeline_group.rank
 
     @property
-    def shard(self) -> int:
-        return self.global_rank % self.options.tensor_parallel
-
-    @property
     def own_devices(self) -> list[torch.device]:
         return list(self.arrangement.of_process(self.devices, self.local_rank))
 
@@ -156,14 +146,17 @@ class Processes:
     # Starting and connecting them.
 
     def launcher(
-        self, strategy: ParallelStrategy, on_error: Callable[[BaseException], None]
+        self,
+        strategy: ParallelStrategy,
+        on_error: Callable[[BaseException], None],
+        fetch: Callable[[LightningModule], None],
     ) -> Scripts | ProcessLauncher | None:
         if not self.launched:
             return None
         assert self._environment is not None, "the Trainer has found one"
         method = self.options.start_method
         if method != "popen":
-            return ProcessLauncher(strategy, method, self.listening, self.fetch)
+            return ProcessLauncher(strategy, method, self.listening, fetch)
         processes, timeout = self.arrangement.on_each_node, self.options.timeout
         node = self._environment, processes, self._nodes
         return Scripts(*node, timeout, on_error, self.listening)
@@ -313,33 +306,9 @@ class Processes:
     def replica_group(self) -> Group | None:
         return None if self.groups is None else self.groups.replica
 
-    @property
-    def optimizer_group(self) -> Group | None:
-        """The processes with different states of optimizers, if there are several."""
-        if self.groups is None or self.options.sharding is None:
-            return self.pipeline_group
-        return self.groups.everyone
-
-    @property
-    def value_group(self) -> Group | None:
-        """The processes with different values of parameters, if there are several."""
-        if self.groups is None or not self.options.divides_parameters:
-            return self.pipeline_group
-        return self.groups.everyone
-
-    @property
-    def kept_values(self) -> set[str] | None:
-        """The names of the values that a process of a replica saves; None in the first replica."""
-        return self.kept if self.replica else None
-
     def meet(self, purpose: str) -> None:
         if self.groups is not None:
             self.groups.everyone.meet(purpose)
-
-    def meet_to_save(self, what: str) -> bool:
-        """Wait until all processes are here; return True if this one saves something."""
-        self.meet(f"save {what}")
-        return self.groups is None or self.replica == 0
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         return value if self.groups is None else self.groups.everyone.broadcast(value, source)
@@ -374,17 +343,6 @@ class Processes:
         if self.decide(error is not None, all=False):
             raise error or RuntimeError("CUDA or host out of memory in another process")
         return result
-
-    def fetch(self, module: LightningModule) -> None:
-        """Give the module of the first process the values of all, on the CPU."""
-        self.meet("gather the model")
-        group = self.value_group
-        if group is not None and (self.options.divides_parameters or not self.replica):
-            state = whole_state(module, group, self.elsewhere, self.kept_values)
-            if group.rank == 0 and self.options.tensor_parallel > 1:
-                module.load_state_dict(state, assign=True)  # whole, for the main process
-            elif group.rank == 0:
-                load_state(module, state, strict=True)
 
 
 def backend_for(device: torch.device) -> str:

@@ -36,6 +36,7 @@ class Sharding:
 
     def __init__(self, processes: Processes) -> None:
         self.shares: Shares | None = None
+        self.kept: set[str] = set()  # names of parameters that this process alone has kept
         self._processes = processes
         self._optimizers: OptimizerShards | None = None
 
@@ -80,7 +81,7 @@ class Sharding:
         weights = ReplicaWeights(*options, bucket_bytes(self._processes.options.ddp or {}))
         pipeline.divide((x for x in parameters if x.is_meta), weights)
         named = module.named_parameters(remove_duplicate=False)
-        self._processes.kept = {n for n, x in named if shares.keeps(x) and shares.is_own(x)}
+        self.kept = {n for n, x in named if shares.keeps(x) and shares.is_own(x)}
 
     def begin(self, around: Collection[nn.Parameter]) -> None:
         across = self._processes.across
