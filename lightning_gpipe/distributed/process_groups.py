@@ -39,8 +39,8 @@ class ProcessGroups:
     stage: ProcessGroup  # those of this one's stage in its replica, each with a shard of it
     reductions: ProcessGroup | None  # as across, for gradients that leave while others use that
     mesh: DeviceMesh  # all, by replica, place in a pipeline, and shard
-    # As across: for moments of batch norms, one for each worker and one for modules around the
-    # stages; for weights that replicas have divided, one for each worker. None without either.
+    # As across: for moments of batch norms by the rows of all replicas, one for each worker and one
+    # for modules around the stages; for weights that replicas have divided, one for each worker.
     of_norms: Sequence[ProcessGroup]
     of_weights: Sequence[ProcessGroup]
     lifeline: Lifeline  # watches all processes

@@ -33,7 +33,8 @@ class SharedLoader:
     """A dataloader whose batches the first process loads, and all processes get.
 
     Otherwise it is that dataloader: the Trainer and the user's code find its attributes, and its
-    class by ``isinstance``, and set attributes there.
+    class by ``isinstance``, and set attributes there. ``readers`` returns the places of the
+    processes that read the next batch; None for all.
     """
 
     loader: Any = None  # of an object that is being copied

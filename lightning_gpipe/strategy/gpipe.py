@@ -122,7 +122,7 @@ class GPipeStrategy(ParallelStrategy):
             ``"zero_bubble_v"``, with two stages on each device, for less still; so ``"v_half"`` and
             ``"v_min"``, with a half and a third of the activations of ``"1f1b"``; or a block,
             ``[[0, 3], [1, 2]]``, see :meth:`lightning_gpipe.GPipe.by_micro_batch`. ``"auto"`` plans
-            it with ``chunks``, by what training_step allows: ``"fill_drain"``, ``"1f1b"``,
+            it, as ``chunks``: where training_step allows them, ``"fill_drain"``, ``"1f1b"``,
             ``"zero_bubble"``, or a block for the measured costs.
         activation_checkpointing: The micro-batches that are recomputed. None is ``"except_last"``,
             and ``"never"`` for schedules other than fill-drain.

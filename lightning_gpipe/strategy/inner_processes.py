@@ -150,7 +150,7 @@ class InnerProcesses:
         return self._known and (call is None or (not call["runs"] and call["number"] == 0))
 
     def compare(self, left: Mapping[str, Any] | None, calls: Sequence[int]) -> None:
-        """Raise OutOfStep if this differs from :attr:`left` and :attr:`calls`."""
+        """Raise OutOfStep if the last stage's process has other values or calls than this one."""
         for i, (own, other) in enumerate(zip(self.calls, calls, strict=False)):
             if own != other:
                 raise OutOfStep(

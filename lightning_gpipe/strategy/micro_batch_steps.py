@@ -34,7 +34,8 @@ InWrapper = Callable[[Callable[[], Any]], Any]
 class MicroBatchSteps:
     """Runs training_step for each micro-batch, by a schedule other than ``"fill_drain"``.
 
-    Raises a ValueError if the schedule does not fit the pipeline.
+    ``verify`` tells to verify the first batch, or a few rows of it. Raises a ValueError if the
+    schedule does not fit the pipeline.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 Layers must not log: they would do so for each micro-batch and recomputation, on a worker's thread.
 Finetuning callbacks compare parameters by ``torch.equal``, which raises if their devices differ; so
-tensors are compared on the device of the first. DeviceStatsMonitor and ThroughputMonitor take a
-process for one device and one batch: here a process has several devices, and the processes of a
-pipeline work on the same batches.
+tensors are compared on the device of the first. DeviceStatsMonitor logs the root device only, and
+ThroughputMonitor compares a process with the peak of one device. Here a process has several, and
+the processes of a pipeline work on the same batches.
 """
 
 from __future__ import annotations
