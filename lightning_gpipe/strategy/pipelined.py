@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,6 +17,7 @@ from lightning_gpipe.core.layout import check_balance, check_even, check_initial
 from lightning_gpipe.core.pipeline import (
     GPipe,
     PipedModule,
+    Requested,
     parameters_around,
     piped_modules_at,
     resolve,
@@ -76,8 +77,6 @@ class PipelinedModule:
     ) -> None:
         root, settings = trainer.lightning_module, processes.options
         devices = processes.workers
-        # A training_step that calls backward itself is for a whole batch.
-        whole = settings.schedule == "auto" and not root.automatic_optimization
         self.modules = piped_modules_of(root, settings)
         balances = settings.balances * (1 if settings.module else len(self.modules))
         balances_known = [
@@ -85,10 +84,7 @@ class PipelinedModule:
             for piped, balance in zip(self.modules, balances, strict=True)
         ]
         stages = [len(each) for each in balances_known if not isinstance(each, str)]
-        requested = settings.requested(
-            _CHUNKS_PER_STAGE * max([len(devices), *stages]),
-            "fill_drain" if whole else settings.schedule,
-        )
+        requested = _requested(root, settings, max([len(devices), *stages]))
         by_memory = requested.planned or "memory" in map(str, balances)
         choice = resolve(
             self.modules,
@@ -103,11 +99,7 @@ class PipelinedModule:
             measured=measured,
         )
         sizes = choice.balances
-        for piped, size in zip(self.modules, sizes, strict=True):
-            check_balance(size, len(piped.frontend.units), piped.name)
-            check_even(
-                len(size), len(devices), f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}"
-            )
+        _check_sizes(self.modules, sizes, len(devices))
         if choice.weights == "device":
             warn_of_one_device(balances, sizes, len(devices))
         measured_balances.keep(self.modules, balances, sizes)
@@ -246,6 +238,21 @@ class PipelinedModule:
         if self.pipeline.plan is not None:
             lines.append(f"GPipe's plan is {self.pipeline.plan}")
         return ".\n".join(lines) + "."
+
+
+def _requested(root: LightningModule, settings: StrategyOptions, stages: int) -> Requested:
+    # A training_step that calls backward itself is for a whole batch.
+    whole = settings.schedule == "auto" and not root.automatic_optimization
+    schedule = "fill_drain" if whole else settings.schedule
+    return settings.requested(_CHUNKS_PER_STAGE * stages, schedule)
+
+
+def _check_sizes(
+    modules: Iterable[PipedModule], sizes: Iterable[Sequence[int]], devices: int
+) -> None:
+    for piped, size in zip(modules, sizes, strict=True):
+        check_balance(size, len(piped.frontend.units), piped.name)
+        check_even(len(size), devices, f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}")
 
 
 def modules_inside(pipeline: GPipe) -> set[nn.Module]:
