@@ -315,11 +315,6 @@ class Schedule:
     def recomputes(self) -> bool:
         return any(self._recomputed)
 
-    @property
-    def numbers_recomputed(self) -> tuple[int, ...]:
-        """The number of micro-batches that each stage recomputes."""
-        return tuple(map(len, self._recomputed))
-
     @cached_property
     def _recomputed(self) -> list[frozenset[int]]:
         return [frozenset(self.order_of(Kind.RECOMPUTE, j)) for j in range(self.n)]

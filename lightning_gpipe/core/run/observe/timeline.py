@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.run.observe.clocks import Clock, HostClock, Timestamp
+from lightning_gpipe.core.run.observe.clocks import Clock, Timestamp
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, Span
 
 _T = TypeVar("_T")
@@ -90,19 +90,6 @@ class Timeline:
         return sorted(spans, key=lambda span: span.start)
 
     @property
-    def lag(self) -> float:
-        """The time of the actions divided by the processor time of the workers' threads.
-
-        More than 1.0 where threads wait within an action: for a core, or for the lock of the
-        interpreter. 1.0 where that is not known: on GPUs, and where one thread runs all workers.
-        """
-        on_host = all(isinstance(clock, HostClock) for clock in self.clocks.values())
-        computed = sum(self.computed)
-        if not computed or not on_host:
-            return 1.0
-        return sum(span.end - span.start for span in self.spans) / computed
-
-    @property
     def bubble(self) -> float:
         """The share of time in which a worker of this process was idle.
 
@@ -144,10 +131,7 @@ class Observation:
         bubble: The share of it in which a worker was idle.
         busy: The time in which each stage was busy.
         waits: The time in which the worker of each stage was idle.
-        times: The mean time of an action of each kind, on each stage and of the caller.
         caller: The time in which the caller's code ran beside the stages; None if it had no row.
-        lag: See :attr:`Timeline.lag`.
-        inline: Whether one thread ran all stages.
     """
 
     schedule: Schedule
@@ -155,10 +139,7 @@ class Observation:
     bubble: float
     busy: tuple[float, ...]
     waits: tuple[float, ...]
-    times: Mapping[tuple[Kind, int], float]
     caller: float | None = None
-    lag: float = 1.0
-    inline: bool = False
 
     @classmethod
     def of(cls, timeline: Timeline, spans: Sequence[Span] | None = None) -> Observation | None:
@@ -169,10 +150,9 @@ class Observation:
         schedule, spans = timeline.schedule, timeline.spans if spans is None else spans
         if not any(span.action.kind is Kind.BACKWARD for span in spans):
             return None
-        by_stage, by_caller = _durations(spans), _durations(timeline.caller)
         busy = [0.0] * schedule.n
-        for (_, j), durations in by_stage.items():
-            busy[j] += sum(durations)
+        for span in spans:
+            busy[span.action.j] += span.end - span.start
         of_worker = [0.0] * schedule.workers
         for j, worker in enumerate(schedule.placement):
             of_worker[worker] += busy[j]
@@ -183,10 +163,7 @@ class Observation:
             1 - fmean(of_worker) / length,
             tuple(busy),
             tuple(length - of_worker[worker] for worker in schedule.placement),
-            {key: fmean(durations) for key, durations in (by_stage | by_caller).items()},
-            sum(map(sum, by_caller.values())) if schedule.caller else None,
-            timeline.lag,
-            timeline.inline,
+            sum(x.end - x.start for x in timeline.caller) if schedule.caller else None,
         )
 
     @property
@@ -198,10 +175,3 @@ class Observation:
 def typical(observations: Sequence[Observation]) -> list[float]:
     """Return the median over mini-batches of the time in which each stage was busy."""
     return [median(times) for times in zip(*(each.busy for each in observations), strict=True)]
-
-
-def _durations(spans: Iterable[Span]) -> dict[tuple[Kind, int], list[float]]:
-    durations: dict[tuple[Kind, int], list[float]] = {}
-    for _, action, start, end in spans:
-        durations.setdefault((action.kind, action.j), []).append(end - start)
-    return durations
