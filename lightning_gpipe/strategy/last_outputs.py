@@ -4,8 +4,8 @@ With ``outputs="last"`` the user's step runs up to its call of the pipeline in a
 need it, see :mod:`.inner_processes`, and goes on in the process of the last stage only, which is
 the first of the Trainer. Lightning's loop runs in all processes, which must do the same after it.
 So the first one tells them the loss, what the step logged, and which buffers, random generators and
-attributes it changed; nothing is computed again. A metric of the module has seen all rows
-in the first process only, which computes it for all.
+attributes it changed; nothing is computed again. A metric of the module has seen all rows in the
+first process only, which computes it for all.
 """
 
 from __future__ import annotations
