@@ -45,11 +45,7 @@ def stage_costs(
 def recomputing(
     places: Sequence[Place], profile: ModelProfile, mode: ActivationCheckpointing
 ) -> list[Place]:
-    """Return the places with the recomputation of their stages.
-
-    Of micro-batches that are recomputed, one is alive at a time. What is extra for a micro-batch is
-    the share of them.
-    """
+    """Return the places with what their stages recompute, of which one micro-batch is alive."""
     m = profile.chunks
     numbers = recomputed_by_stage(mode, m, len(places))
     return [
@@ -94,18 +90,12 @@ def memory_costs(profile: ModelProfile, alive: float) -> LayerCosts:
 
 @dataclass(frozen=True)
 class Shift:
-    """A change of the balance, and its gain.
+    """A change of the balance, and its gain."""
 
-    Attributes:
-        before, after: The number of layers in each stage.
-        measured: The time of the slowest stage before the change.
-        stages: The predicted time of each stage after it.
-    """
-
-    before: tuple[int, ...]
+    before: tuple[int, ...]  # the number of layers in each stage
     after: tuple[int, ...]
-    measured: float
-    stages: tuple[float, ...]
+    measured: float  # the time of the slowest stage before the change
+    stages: tuple[float, ...]  # the predicted time of each stage after it
 
     @property
     def predicted(self) -> float:
@@ -146,10 +136,7 @@ def shift_for(
 
 
 def _speeds(costs: Sequence[float], busy: Sequence[float], placement: Sequence[int]) -> list[float]:
-    """Return the speed of each worker: the cost that it runs in a unit of time.
-
-    The speed of a worker whose layers cost nothing is the mean.
-    """
+    """Return the cost that each worker runs in a unit of time; the mean if layers cost nothing."""
     workers = max(placement) + 1
     cost, time = [0.0] * workers, [0.0] * workers
     for j, worker in enumerate(placement):

@@ -27,22 +27,13 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The costs of each layer, in order.
+    """The costs of each layer, in order; empty where they do not matter."""
 
-    Attributes:
-        times: The time of each layer, on a device of speed 1.
-        memory: The bytes of each layer; empty if memory does not matter.
-        transfers: The costs of outputs to the next layer, and of skip connections.
-        live: The further bytes of each layer for a micro-batch that is alive; may be empty.
-        extra: The further time of each layer, such as for recomputation, of which the place says
-            how often it is spent; may be empty.
-    """
-
-    times: Sequence[float]
-    memory: Sequence[float] = ()
-    transfers: Sequence[Transfer] = ()
-    live: Sequence[float] = ()
-    extra: Sequence[float] = ()
+    times: Sequence[float]  # on a device of speed 1
+    memory: Sequence[float] = ()  # bytes
+    transfers: Sequence[Transfer] = ()  # of outputs to the next layer, and of skip connections
+    live: Sequence[float] = ()  # further bytes for each micro-batch that is alive
+    extra: Sequence[float] = ()  # further time, as for recomputation; the place says how often
 
     def __post_init__(self) -> None:
         _check_costs("costs", self.times)
@@ -57,7 +48,6 @@ class LayerCosts:
         return [time + place.extra * more for time, more in zip(self.times, extra, strict=True)]
 
     def of_stages(self, balance: Sequence[int], places: Sequence[Place]) -> list[float]:
-        """Return the time of each stage at its place, on a device of speed 1."""
         pairs = zip(places, layer_ranges(balance), strict=True)
         return [sum(self.times_at(place)[own.start : own.stop]) for place, own in pairs]
 
@@ -112,10 +102,7 @@ class Place:
 
 
 def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:
-    """Count the elements of each layer's parameters.
-
-    A parameter that several layers share is counted in the first of them, whose stage owns it.
-    """
+    """Count the elements of each layer's parameters; a shared one counts for the first layer."""
     seen: set[nn.Parameter] = set()
     costs = []
     for layer in layers:

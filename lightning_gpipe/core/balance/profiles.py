@@ -32,10 +32,7 @@ class LinearCost:
 
     @classmethod
     def through(cls, costs: Mapping[int, float]) -> LinearCost:
-        """Fit one or two measurements, by their rows; the one with the most rows exactly.
-
-        No part is negative.
-        """
+        """Fit one or two measurements, by their rows; the one with the most rows exactly."""
         rows = max(costs)
         cost, slope = costs[rows], costs[rows] / max(rows, 1)
         if len(costs) > 1:
@@ -89,7 +86,6 @@ class LayerProfile:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of parameters, gradients, optimizer state and buffers."""
         held = self.parameter_bytes + self.gradient_bytes
         return held + self.optimizer_bytes + self.buffer_bytes
 
@@ -105,17 +101,12 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class CarriedValue:
-    """A value that layer ``maker`` makes and a later ``user`` uses: an output or a skip tensor.
-
-    Attributes:
-        size: The bytes in a micro-batch.
-        saved: The bytes of it that only the user saves for a backward.
-    """
+    """A value that layer ``maker`` makes and a later ``user`` uses: an output or a skip tensor."""
 
     maker: int
     user: int
-    size: LinearCost
-    saved: LinearCost = field(default_factory=LinearCost)
+    size: LinearCost  # the bytes in a micro-batch
+    saved: LinearCost = field(default_factory=LinearCost)  # by the user only
 
 
 @dataclass(frozen=True)
@@ -148,7 +139,6 @@ class ModelProfile:
         return all(layer.weights is not None for layer in self.layers)
 
     def times(self, *, split: bool = False) -> list[float]:
-        """Return the time of each layer for a micro-batch, see :meth:`LayerProfile.time`."""
         return [layer.time(self.rows, split=split) for layer in self.layers]
 
     def in_seconds(self, per_second: float) -> ModelProfile:
@@ -175,7 +165,6 @@ class ModelProfile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelProfile:
-        """Return the profile of which :meth:`as_dict` returned ``values``."""
         layers = [LayerProfile(**_with_costs(layer)) for layer in values["layers"]]
         carried = [CarriedValue(**_with_costs(value)) for value in values["carried"]]
         around = LayerProfile(**_with_costs(values["around"]))

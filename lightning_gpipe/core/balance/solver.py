@@ -185,10 +185,7 @@ def _tables_for(costs: LayerCosts, places: Sequence[Place], width: int) -> dict[
 
 
 def _alive(place: Place, room: Table, each: Table) -> NDArray[np.float64]:
-    """Return how many micro-batches of each run stay alive: as many as fit.
-
-    ``each`` has the bytes of a micro-batch.
-    """
+    """Return how many micro-batches, of ``each`` bytes, stay alive in each run: as many as fit."""
     more = np.floor(room / np.maximum(each, 1) - place.least)
     return np.clip(place.least + more, place.least, place.alive)
 
@@ -280,7 +277,6 @@ def _sizes(chosen: Sequence[NDArray[np.int64]]) -> list[int]:
 
 
 def _missing(costs: LayerCosts, places: Sequence[Place], sizes: Sequence[int]) -> Iterator[float]:
-    """The bytes that each stage of a cut lacks."""
     nothing = [0] * len(costs.times)
     memory, live = (sums_of(each or nothing, sizes) for each in (costs.memory, costs.live))
     for place, held, each in zip(places, memory, live, strict=True):

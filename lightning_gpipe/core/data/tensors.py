@@ -57,10 +57,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors have one shape and layout, and equal elements; meta tensors do.
-
-    A NaN differs from itself.
-    """
+    """Return whether tensors have one shape, layout and value; a NaN differs from itself."""
     if one.layout != other.layout or not (one.is_nested or one.shape == other.shape):
         return False
     return one.is_meta or other.is_meta or all(map(torch.equal, parts(one), parts(other)))
@@ -109,10 +106,7 @@ def checksums(parameter: Tensor) -> Tensor:
 
 
 def outline(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form and marks whose memory is one element.
-
-    A sparse or nested tensor is returned as it is.
-    """
+    """Return a tensor of the same form and marks with one element of memory, if it is dense."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     one = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

@@ -46,9 +46,7 @@ class Shadows:
     """The shadows of one mini-batch on one stage.
 
     Args:
-        modules: The modules whose parameters have shadows if they require a gradient.
         grad: Whether gradients are recorded; if not, only followed parameters have shadows.
-        device: The device of the stage.
         followed: The slots of parameters with another home.
         values: The values of followed parameters that have none in this process, by their ids.
         on_host: Whether followed parameters at home on the host get their values later.
@@ -59,7 +57,6 @@ class Shadows:
             None if it does not run while they are in the slots.
 
     Attributes:
-        parameters: The parameters that have a shadow and require a gradient.
         hosted: The tensors that parameters consist of whose values come later, each with that of
             its shadow, which has a placeholder for its values.
     """
@@ -132,7 +129,6 @@ class Shadows:
         return shadow
 
     def _hide(self, modules: Iterable[nn.Module], by_caller: Callable[[], bool]) -> None:
-        """Let the caller's code find the parameters in the slots while the shadows are there."""
         hidden = {
             id(slots): ParameterSlots(slots, by_caller)
             for slots in (vars(module).get("_parameters") for module in modules)
@@ -152,7 +148,6 @@ class Shadows:
         ]
 
     def swapped_in(self, journal: Journal) -> Manager:
-        """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
         frozen = self._frozen and self._as_in_forward()
         return journal.changed([(vars(self), "in_place", True), *self._swaps, *frozen])
 
@@ -170,12 +165,10 @@ class Shadows:
 
     @property
     def edited(self) -> list[nn.Parameter]:
-        """The parameters that were edited in place since their versions were recorded."""
         return [parameter for parameter, version in self._versions if parameter._version != version]
 
     @property
     def hooked(self) -> nn.Parameter | None:
-        """A parameter on which a layer registered a hook in forward, if there is one."""
         for parameter, shadow in self._of.values():
             if has_hooks(shadow):
                 return parameter

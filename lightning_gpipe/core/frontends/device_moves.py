@@ -112,7 +112,6 @@ def move_home(layout: Layout) -> None:
 
 
 def _check_values(layout: Layout) -> None:
-    """Refuse to be the home of parameters whose values another process has."""
     here = [parameter for parameter, home in layout.homes.items() if home != META]
     lost = [parameter for parameter in here if is_in_another_process(parameter)]
     if lost:
@@ -243,7 +242,6 @@ def on_meta(module: nn.Module) -> bool:
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Create the meta tensors of ``module`` itself on ``device``, and give them values."""
     tensors = chain(module._parameters.values(), module._buffers.values())
     own = [tensor for tensor in tensors if tensor is not None and not is_in_another_process(tensor)]
     if not any(tensor.is_meta for tensor in own):

@@ -120,10 +120,7 @@ class Frontend(ABC):
     @property
     @abstractmethod
     def units(self) -> Sequence[str]:
-        """The names of the units that a balance counts, in order; a name may appear several times.
-
-        They are paths in the whole model, such as ``layers.3``.
-        """
+        """The names of the units that a balance counts, in order: paths in the whole model."""
 
     @abstractmethod
     def costs(self) -> list[int]:

@@ -58,7 +58,6 @@ def is_users(filename: str) -> bool:
 
 
 def _innermost(frame: FrameType | None, but: str = "") -> str:
-    """Return the line of the user's innermost function whose name is not ``but``."""
     while frame is not None:
         code = frame.f_code
         if code.co_name != but and is_users(code.co_filename):

@@ -165,7 +165,6 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
 
 
 def _files(path: Path) -> tuple[list[Path], list[str]]:
-    """Return the files to read, and the names that an index lists."""
     if path.is_file():
         return [path], []
     indices = sorted(path.glob("*.safetensors.index.json"))

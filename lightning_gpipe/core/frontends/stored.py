@@ -35,7 +35,6 @@ class StoredTensor:
             return tensor
 
     def read_into(self, tensor: Tensor) -> None:
-        """Copy the values to ``tensor``, on its device and in its type."""
         with torch.no_grad():
             tensor.copy_(self.read())
 

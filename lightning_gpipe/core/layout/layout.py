@@ -99,7 +99,6 @@ class Layout:
 
     @cached_property
     def spread(self) -> bool:
-        """True if other processes own workers too."""
         return set(self.owners) != {self.rank}
 
     @cached_property
@@ -124,7 +123,6 @@ class Layout:
 
     @property
     def ends(self) -> set[int]:
-        """The owners of the first and the last stage."""
         return {self.owner_of(0), self.owner_of(self.n - 1)}
 
     @property
@@ -141,7 +139,6 @@ class Layout:
         return frozenset(w for w, device in on_host if device != HOST)
 
     def where(self, j: int) -> str:
-        """Return the device of stage ``j`` as text, with its process if there are several."""
         device = str(self.device_of(j))
         return f"{device} of rank {self.owner_of(j)}" if self.spread else device
 
@@ -183,10 +180,7 @@ class Layout:
     def with_everywhere(
         self, parameters: Iterable[nn.Parameter], device: torch.device | None = None
     ) -> Layout:
-        """Return the layout in which each process has these parameters, for use around the stages.
-
-        They are on ``device`` in this process, by default on :attr:`outside`.
-        """
+        """Return the layout in which each process has these parameters, for use around stages."""
         shared = dict.fromkeys(parameters, device or self.outside)
         everywhere = tuple({**dict.fromkeys(self.everywhere), **shared})
         return replace(self.with_homes(shared), everywhere=everywhere)

@@ -49,12 +49,10 @@ class Partition:
 
     @property
     def indices(self) -> range:
-        """The indices of the layers, counted in the whole module."""
         return range(self.first, self.first + len(self.layers))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The distinct parameters of the layers, in order; a shared one appears once."""
         return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 
     @property

@@ -104,10 +104,9 @@ def check_copies(
     *,
     on_host: bool = False,
 ) -> None:
-    """Refuse parameters of which a copy would not do; for the arguments see :func:`followed_slots`.
+    """Refuse parameters of which a copy would not do, see :func:`followed_slots`.
 
-    The homes of parameters of another process are the meta device. Copies of those on the host come
-    and go with their attributes, if ``on_host``.
+    Copies of those on the host come and go with their attributes, if ``on_host``.
     """
     for module, name in slots:
         parameter = module._parameters[name]
@@ -164,13 +163,11 @@ def _title(module: nn.Module, name: str) -> str:
 
 
 def _attributes_with(parameter: nn.Parameter, chosen: Callable[[Tensor], bool]) -> str:
-    """Return the names of a parameter's attributes that hold a chosen tensor."""
     slots = vars(parameter).items()
     return ", ".join(name for name, x in slots if any(map(chosen, tensors_within(x))))
 
 
 def _unshared(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the kind, the name and the value of what a layer must not share."""
     for name, module in layer.named_modules():
         yield "module", name, module
     for name, buffer in layer.named_buffers(remove_duplicate=False):

@@ -39,10 +39,6 @@ class PipedModule:
         pipeline: The pipeline, once one is attached.
         runs: The number of times that the pipeline ran.
         check: Called before each run, if not None.
-
-    Raises:
-        TypeError: If it cannot run as a pipeline, or its parameters are shards.
-        ValueError: If its parameters are lazy.
     """
 
     pipeline: Pipeline
@@ -71,7 +67,6 @@ class PipedModule:
         return f"{type(self.root).__name__}.{self.path}" if self.path else "module"
 
     def takes(self, balance: Sequence[Any]) -> bool:
-        """Return True if a user's list counts or names the layers of this module."""
         if all(isinstance(begin, str) for begin in balance):
             layers = {name for name, _ in self.module.named_children()}
             return {begin.removeprefix(f"{self.path}.") for begin in balance} <= layers
@@ -79,7 +74,6 @@ class PipedModule:
         return sum(self.frontend.in_units(counts)) == len(self.frontend.units)
 
     def attach(self, pipeline: Pipeline) -> None:
-        """Let calls of the model run ``pipeline``, whose stages have the partitions."""
         self.pipeline = pipeline
         self.frontend.install(self._run_program, pipeline.engine)
 
@@ -98,7 +92,6 @@ class PipedModule:
             self._substitute = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, with its inputs on the device of its modules around the pipelines."""
         if not str(type(self.root).__call__.__module__).startswith("torch."):
             raise TypeError(
                 "a model in a GPipe must have no __call__ of its own, since its forward is called: "
@@ -118,10 +111,6 @@ class PipedModule:
             return self.frontend.call(run, *args, **kwargs)
 
     def record(self, args: Any) -> Any:
-        """Call the model for torch.fx, which has ``args`` for all positional arguments.
-
-        Raises a TypeError if the model may have several.
-        """
         if self.frontend.takes_batch and not self.path:
             return self.frontend.call(self._run_program, args[0])
         raise TypeError(

@@ -122,7 +122,6 @@ class Pipeline:
         self._activation_checkpointing = mode
 
     def recomputed(self, m: int) -> tuple[int, ...]:
-        """Return the number of ``m`` micro-batches that each stage recomputes."""
         return recomputed_by_stage(self._activation_checkpointing, m, self.engine.layout.n)
 
     def rebuild(self, layout: Layout, workers: Workers) -> None:
@@ -196,7 +195,6 @@ class Pipeline:
     def _run(
         self, program: Program, batch: Any, chunks: int
     ) -> tuple[list[FlatTree], Callable[[], Division | None]]:
-        """Run a mini-batch; return its outputs, and a function that returns its division."""
         refuse_unsupported_modes()
         pieces = self.microbatching.split(batch, chunks)
         microbatches = list(map(_flatten(program), pieces))
@@ -221,7 +219,6 @@ class Pipeline:
             receiver(term._replace(value=self._sent_back(term.value)))
 
     def _called(self, code: UserStep, program: Program, batch: Any) -> FlatTree:
-        """Call the stages from code that runs for each micro-batch, with its whole input."""
         refuse_unsupported_modes()
         [piece] = self.microbatching.split(batch, 1)
         receiver = term_receiver.get()
@@ -235,7 +232,6 @@ class Pipeline:
         return self._sent_back(self.microbatching.merge(outputs, batch))
 
     def _sent_back(self, output: Any) -> Any:
-        """Move an output of the last stage to the device of the modules around the stages."""
         layout = self.engine.layout
         last, outside = layout.device_of(layout.n - 1), layout.outside
         if last == outside:

@@ -102,7 +102,6 @@ class ActionCosts:
         return float(np.max(self._under_way[all_recomputed, j]))
 
     def recomputing(self, number: int) -> ActionCosts:
-        """Return the costs if each stage recomputes the first ``number`` micro-batches."""
         other = copy(self)
         other._recomputed = np.full_like(self._recomputed, number)
         return other
@@ -119,7 +118,6 @@ class ActionCosts:
         return self._total_changes.take(self._places(actions))
 
     def _places(self, actions: RowActions) -> Numbers:
-        """Return the place of each action in tables by kind, rows, recomputation and stage."""
         kinds, i, j, _ = actions
         sizes = len(self._total_changes) // (len(ROW_KINDS) * 2 * self.stages)
         places = kinds if sizes == 1 else kinds * np.int32(sizes) + self._size_of.take(i)
@@ -132,5 +130,4 @@ def _pairs(
     kept: tuple[NDArray[np.float64], NDArray[np.float64]],
     dropped: tuple[NDArray[np.float64], NDArray[np.float64]],
 ) -> Bytes:
-    """Return the bytes of activations and boundaries, by size, recomputation and stage."""
     return np.stack([np.stack(kept, axis=-1), np.stack(dropped, axis=-1)], axis=1)

@@ -60,7 +60,6 @@ class BlockSearch:
             yield block
 
     def block(self, waits: Sequence[int]) -> Block:
-        """Return the block in which the actions of the chain wait for at least these cycles."""
         occupied: list[set[int]] = [set() for _ in self.memory]
         columns = [[0] * len(self.placement) for _ in range(2 + self.split)]
         now = -1
@@ -74,7 +73,6 @@ class BlockSearch:
         return tuple(zip(*columns, strict=True))
 
     def waits(self, block: Block) -> list[int]:
-        """Return the waits of a block; W may be in it or not."""
         waits, now = [], -1
         for column, j in self._chain:
             before = block[j][_BACKWARD] if column == _WEIGHTS else now
@@ -104,7 +102,6 @@ class BlockSearch:
         return waits
 
     def _time(self, turns: Sequence[Turn]) -> float:
-        """Return the time of a mini-batch, or of its first micro-batches."""
         workers, costs = zip(
             *((self.placement[j], self.times[j][c]) for c, j in self._chain), strict=True
         )
@@ -120,7 +117,6 @@ class BlockSearch:
 
     @cached_property
     def _peak(self) -> Callable[[tuple[Turn, ...]], float]:
-        """A function that returns the most bytes that a worker holds at once, by its turns."""
         changes = [self.changes[j][column] for column, j in self._chain]
 
         def peak(turns: tuple[Turn, ...]) -> float:
@@ -142,10 +138,7 @@ class BlockSearch:
 
 
 def _repeated(turns: Sequence[Turn], m: int) -> Iterator[tuple[int, int]]:
-    """Yield the places in the chain and the micro-batches of all actions, in their order.
-
-    ``turns`` are the actions of the first micro-batch, in the order of a cycle.
-    """
+    """Yield the places and micro-batches of all actions in order, by those of micro-batch 0."""
     laps = [lap for lap, _ in turns]
     for now in range(min(laps), max(laps) + m):
         for lap, p in turns:

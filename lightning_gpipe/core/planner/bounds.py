@@ -31,7 +31,6 @@ class LowerBounds:
         return [best[worker] for worker in placement]
 
     def profile(self, m: int) -> ModelProfile:
-        """The profile that was measured with the nearest number of rows."""
         rows = max(sizes_of(self.rows, m))
         return min(self.profiles, key=lambda p: max(p.rows / rows, rows / p.rows))
 
@@ -69,7 +68,6 @@ class LowerBounds:
         return cache(self._least_cost)
 
     def _least_cost(self, m: int, split: bool) -> MicroBatchCost:
-        """The least cost of one of ``m`` micro-batches in all layers."""
         profile, rows = self.profile(m), self.rows // m
         (whole,) = costs_of(profile, [len(profile.layers)], rows)
         if not split:
@@ -83,7 +81,6 @@ class LowerBounds:
 
 
 def _least_alive(candidate: PlannedSettings) -> int:
-    """The least number of micro-batches that are alive on each stage."""
     m, numbers = candidate.chunks, candidate.recomputed
     if not numbers or candidate.order.by_micro_batch:
         return 1

@@ -73,7 +73,6 @@ def fitting_plans(search: PlanSearch) -> list[Prediction]:
 
 
 def _on_more(free: PlanSearch) -> Prediction | None:
-    """The fastest plan on as few more devices as possible."""
     largest = max(free.places, key=lambda place: place.memory)
     few, enough = len(free.places), free.layers  # few do not fit
 

@@ -95,23 +95,17 @@ def plan_for(
 ) -> Plan:
     """Return the plan with the least predicted time of those that fit the devices.
 
-    Arguments that are not here are those of :func:`lightning_gpipe.plan`.
+    Arguments that are not here are those of :func:`lightning_gpipe.plan`, with all choices listed
+    where there are several; what comes later is taken only if nothing before fits.
 
     Args:
         profiles: The costs of the layers; of several profiles, measured with micro-batches of
             different sizes, the one with the nearest number of rows is used.
         most: The most micro-batches to try; None tries as many as there are rows.
-        weights: Where the weights may be between their uses: ``"device"``, ``"host"`` or both, of
-            which the host is taken only if nothing else fits.
-        offload: What of the activations may wait on the host: False nothing, True all, numbers of
-            micro-batches of each stage, ``"auto"`` as few as fit.
-        sharding: What may be divided among replicas, the least first, of which more is taken only
-            if less does not fit.
         every_device: Whether each device must have a stage.
 
     Raises:
-        ValueError: If the number of stages or micro-batches does not fit the devices, or the
-            schedule cannot be planned.
+        ValueError: If numbers do not fit the devices, or the schedule cannot be planned.
         NoPlan: If nothing fits.
     """
     profiles = (profiles,) if isinstance(profiles, ModelProfile) else tuple(profiles)
@@ -179,7 +173,6 @@ def _simplest_first(candidates: Sequence[PlannedSettings]) -> Iterator[Sequence[
 
 
 def _check(search: PlanSearch) -> None:
-    """Refuse numbers of stages that the devices cannot run."""
     stages, devices = search.stages, len(search.places)
     if stages is not None and stages > search.layers:
         raise ValueError(

@@ -12,23 +12,15 @@ from lightning_gpipe.core.planner.held_shares import HeldShares
 
 
 class Memory(NamedTuple):
-    """The bytes of a stage when its device is at the peak of a mini-batch.
-
-    Attributes:
-        parameters, gradients, optimizer, buffers: The static bytes, whatever runs.
-        activations: The tensors saved for backward, without the boundaries.
-        boundaries: The inputs from other stages, kept until their backward.
-        outputs: The outputs of the pipeline, on the device with the modules around it: of all
-            micro-batches or, where each has a loss of its own, of one.
-    """
+    """The bytes of a stage when its device is at the peak of a mini-batch."""
 
     parameters: float
     gradients: float
     optimizer: float
     buffers: float
-    activations: float = 0.0
-    boundaries: float = 0.0
-    outputs: float = 0.0
+    activations: float = 0.0  # saved for backward, without the boundaries
+    boundaries: float = 0.0  # inputs from other stages, until their backward
+    outputs: float = 0.0  # of the pipeline, on the device with the modules around it
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> Memory:
@@ -36,7 +28,6 @@ class Memory(NamedTuple):
         return cls(*(sum(getattr(layer, kind) for layer in layers) for kind in kinds))
 
     def divided(self, shares: HeldShares) -> Memory:
-        """Return the bytes if a device has shares of them."""
         parameters, gradients, optimizer = shares
         return self._replace(
             parameters=parameters * self.parameters,
@@ -55,27 +46,17 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """The predicted time and memory of a stage.
+    """The predicted time and memory of a stage."""
 
-    Attributes:
-        first: The index of its first layer.
-        parameters: The number of elements of its parameters, those around the layers included.
-        time: The time of a mini-batch on it, without waits.
-        memory: The bytes at the peak of its device.
-        limit: The bytes of its device; infinite if they are not known.
-        sent: The bytes that it sends to later stages in a mini-batch; as many come back.
-        beside: The bytes of the other stages of its device at that peak.
-    """
-
-    first: int
+    first: int  # the index of its first layer
     layers: tuple[str, ...]
     device: int
-    parameters: int
-    time: float
-    memory: Memory
-    limit: float
-    sent: float
-    beside: float = 0.0
+    parameters: int  # elements, those around the layers included
+    time: float  # of a mini-batch, without waits
+    memory: Memory  # at the peak of its device
+    limit: float  # the bytes of its device; infinite if unknown
+    sent: float  # bytes to later stages in a mini-batch; as many come back
+    beside: float = 0.0  # bytes of the other stages of its device at that peak
 
     @property
     def needed(self) -> float:

@@ -37,22 +37,15 @@ class Prediction:
 
     The time is that of forward and backward in the pipeline, without the loss, the modules around
     the layers and the step of the optimizer.
-
-    Attributes:
-        places: The speed and the memory of each stage's device.
-        rows: The number of rows of each micro-batch.
-        around: The stage whose device has the modules around the layers.
-        devices: The index of each stage's device.
-        replicas: The number of pipelines, each on devices like these.
     """
 
     settings: PlannedSettings
     profile: ModelProfile = field(repr=False)
-    places: tuple[Place, ...]
-    rows: tuple[int, ...]
-    around: Around
-    devices: tuple[int, ...]
-    replicas: int = 1
+    places: tuple[Place, ...]  # of each stage
+    rows: tuple[int, ...]  # of each micro-batch
+    around: Around  # the stage whose device has the modules around the layers
+    devices: tuple[int, ...]  # of each stage, by index
+    replicas: int = 1  # pipelines, each on devices like these
 
     @property
     def unit(self) -> Literal["s", "FLOP"]:
@@ -65,12 +58,10 @@ class Prediction:
 
     @property
     def workers(self) -> list[int]:
-        """The index of each worker's device."""
         return list(dict.fromkeys(self.devices))
 
     @cached_property
     def time(self) -> float:
-        """The time of a mini-batch, in :attr:`unit`."""
         return self._waves.makespan(self._actions)
 
     @cached_property
@@ -224,11 +215,9 @@ class Prediction:
 
     @cached_property
     def _peaks(self) -> Bytes:
-        """The bytes of each stage at the peak of its device."""
         return bytes_at_peaks(self._rows, self._actions)
 
     def least_recomputed(self) -> tuple[int, ...]:
-        """Return the least number of micro-batches that each stage must recompute to fit."""
         n = len(self.devices)
         return self._least(
             len(self.rows),
@@ -237,10 +226,7 @@ class Prediction:
         )
 
     def least_offloaded(self) -> Literal[True] | tuple[int, ...]:
-        """Return the least number of micro-batches of each stage that must wait on the host.
-
-        True means all, also if not even that fits.
-        """
+        """Return how many micro-batches of each stage must wait on the host; True is all."""
         n = len(self.devices)
         alive = most_alive(self.settings.order, len(self.rows), self.placement)
         away = cache(lambda number: self._with(offload=(number,) * n))

@@ -27,17 +27,12 @@ class RowActions(NamedTuple):
 
     Each backward is preceded by a recomputation, which costs nothing if its stage has no need of
     one: so the actions do not depend on the number of micro-batches that are recomputed.
-
-    Attributes:
-        kinds: The kind of each action, as its index in ``ROW_KINDS``.
-        i, j: The micro-batch and the stage of each.
-        begins: The index of each worker's first action, followed by the number of all actions.
     """
 
-    kinds: Numbers
-    i: Numbers
-    j: Numbers
-    begins: Indices
+    kinds: Numbers  # as indices in ``ROW_KINDS``
+    i: Numbers  # micro-batches
+    j: Numbers  # stages
+    begins: Indices  # the index of each worker's first action, and the number of all actions
 
     @property
     def workers(self) -> int:
@@ -56,11 +51,7 @@ class RowActions(NamedTuple):
 def row_actions(
     order: ScheduleKind, m: int, placement: tuple[int, ...], recomputed: tuple[int, ...]
 ) -> RowActions:
-    """Return the actions of all workers.
-
-    ``recomputed`` has the number of micro-batches that each stage recomputes. If the order of
-    actions depends on it, only these recomputations are among the actions.
-    """
+    """Return the actions of all workers; ``recomputed`` matters where their order depends on it."""
     return _row_actions(order, m, placement, order_needs(order, recomputed))
 
 

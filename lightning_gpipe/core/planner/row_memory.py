@@ -42,10 +42,7 @@ def least_number(
     room: float,
     guess: int = 0,
 ) -> int:
-    """Return the least number by whose costs the actions of a worker fit; ``most`` if none does.
-
-    The search begins at a guess, as a neighbour's number is most often near.
-    """
+    """Return the least number whose costs fit, or ``most``; the search begins at a neighbour's."""
     least, guess, step = 0, min(guess, most), 1
     while least < most:
         if peak_of(row, costs(guess)) <= room:

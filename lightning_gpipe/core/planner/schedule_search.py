@@ -50,9 +50,8 @@ def fastest_schedule(
 
     Args:
         m: The number of micro-batches, which cost the same. None is recomputed.
-        placement: The worker of each stage; each has as many stages.
-        costs: The costs of each stage on its device, as by :func:`costs_of`: with whole backwards
-            at the key False, and with split ones at True. Either may be left out.
+        costs: The costs of each stage on its device: with whole backwards at the key False, and
+            with split ones at True. Either may be left out.
         memory: The bytes that each worker has for what it holds for backwards.
         tries: The number of blocks to try with whole backwards, and as many with split ones.
     """
@@ -73,7 +72,6 @@ def fastest_schedule(
 
 
 def _action_costs(m: int, stages: Sequence[MicroBatchCost]) -> ActionCosts:
-    """Return the costs of the actions of ``m`` equal micro-batches, none of them recomputed."""
     return ActionCosts({1: stages}, [1] * m, [0] * len(stages), [Place()] * len(stages))
 
 

@@ -84,7 +84,6 @@ class PlanSearch:
         return len(self.profiles[0].layers)
 
     def candidates(self) -> list[PlannedSettings]:
-        """Return all combinations of what is left to choose, without balances."""
         mode = self.activation_checkpointing
         return [
             PlannedSettings(
@@ -115,7 +114,6 @@ class PlanSearch:
         return [devices] if self.every_device else fewer_stages(devices)
 
     def numbers_of_micro_batches(self, stages: int, order: ScheduleKind) -> list[int]:
-        """Return the numbers of micro-batches to try, the least first."""
         group = order.group(stages, min(stages, len(self.places)))
         tried = [self.chunks] if self.chunks else doubled(group, self.most or self.rows)
         return sorted({min(m, self.rows) for m in tried})
@@ -136,10 +134,7 @@ class PlanSearch:
         return None
 
     def nearest(self, candidates: Sequence[PlannedSettings]) -> Prediction:
-        """Return, of candidates of which none fits, the one that lacks least where it lacks most.
-
-        Of those that lack memory whatever the balance, only one is balanced.
-        """
+        """Return, of candidates that do not fit, the one that lacks least where it lacks most."""
         excess = {candidate: self._bounds.excess(candidate) for candidate in candidates}
         least = min(excess, key=lambda candidate: excess[candidate])
         hopeful = [each for each in candidates if excess[each] <= 0 or each == least]
@@ -150,7 +145,6 @@ class PlanSearch:
         return LowerBounds(self.profiles, self.places, self.rows, self.replicas)
 
     def predicted(self, candidate: PlannedSettings) -> Prediction:
-        """Return the prediction for a candidate with its best balance."""
         key = candidate, self.places, self.balance
         if key not in self.predictions:
             self.predictions[key] = self._balanced(candidate)
@@ -242,7 +236,6 @@ class PlanSearch:
         )
 
     def _places(self, candidate: PlannedSettings) -> list[Place]:
-        """Return the place of each stage, with the modules around and the outputs on one."""
         m, n = candidate.chunks, candidate.stages
         places = [self.places[d] for d in self._bounds.devices(candidate)]
         if numbers := candidate.recomputed:

@@ -12,29 +12,18 @@ _LISTED = 64  # stages whose layers a message lists
 
 
 class PlannedSettings(NamedTuple):
-    """The settings of a pipeline that a plan chooses; a candidate while it has no balance.
-
-    Attributes:
-        recomputed: For each stage an integer k: it recomputes the first k micro-batches. Empty
-            while they are not known.
-        order: The schedule, with whole or with split backwards.
-        weights: Where the weights are between their uses.
-        offload: Whether activations wait on the host, or how many micro-batches of each stage;
-            ``"auto"`` while they are to be as few as fit.
-        sharding: What is divided among replicas.
-    """
+    """The settings of a pipeline that a plan chooses; a candidate while it has no balance."""
 
     stages: int
     chunks: int
-    recomputed: tuple[int, ...] = ()
+    recomputed: tuple[int, ...] = ()  # each stage's first k micro-batches; empty if unknown
     order: ScheduleKind = FILL_DRAIN
     balance: tuple[int, ...] = ()
-    weights: Weights = "device"
-    offload: bool | tuple[int, ...] | Literal["auto"] = False
-    sharding: ShardingName | None = None
+    weights: Weights = "device"  # between their uses
+    offload: bool | tuple[int, ...] | Literal["auto"] = False  # "auto": as few as fit
+    sharding: ShardingName | None = None  # divided among replicas
 
     def alike(self, recomputed: int) -> PlannedSettings:
-        """Return the candidate in which all stages recompute as many micro-batches."""
         return self._replace(recomputed=(recomputed,) * self.stages, balance=())
 
     @property
@@ -76,7 +65,6 @@ class PlannedSettings(NamedTuple):
 
     @property
     def on_host(self) -> str:
-        """The things in the memory of the host, in words."""
         places = {"weights": self.weights == "host", "activations": self.offload_activations}
         return ", ".join(name for name, there in places.items() if there)
 

@@ -11,27 +11,16 @@ from lightning_gpipe.core.schedules import ScheduleKind
 
 
 class MicroBatchCost(NamedTuple):
-    """The costs of a stage for a micro-batch, on a device of speed 1.
+    """The costs of a stage for a micro-batch, on a device of speed 1."""
 
-    Attributes:
-        forward: The time of a forward that keeps its activations.
-        dropping: The time of a forward that drops them.
-        backward: The time of a backward; where it is split, of its first part.
-        saved: The bytes that are saved for a backward, its inputs from other stages not included.
-        entering: The bytes of its inputs from other stages.
-        leaving: The bytes that it sends to later stages.
-        weights: The time of the second part of a split backward, or else 0.
-        left: The bytes that are kept from the first part of a backward to the second, or else 0.
-    """
-
-    forward: float
-    dropping: float
-    backward: float
-    saved: float
-    entering: float = 0.0
-    leaving: float = 0.0
-    weights: float = 0.0
-    left: float = 0.0
+    forward: float  # the time, keeping its activations
+    dropping: float  # the time of a forward that drops them
+    backward: float  # the time; where it is split, of its first part
+    saved: float  # bytes for a backward, without its inputs from other stages
+    entering: float = 0.0  # bytes of its inputs from other stages
+    leaving: float = 0.0  # bytes to later stages
+    weights: float = 0.0  # the time of the second part of a split backward
+    left: float = 0.0  # bytes from the first part to the second
 
     def on(self, speed: float) -> MicroBatchCost:
         return self._replace(

@@ -78,7 +78,6 @@ class Waves:
         self._places_waited = self._place_of[wait[self._order]]
 
     def timing(self, costs: ActionCosts) -> tuple[Times, Times]:
-        """Return the start and the end of each action; the mini-batch starts at 0."""
         durations, behind = self._durations(costs)
         end, gaps = self._ends(durations, behind)
         starts = np.maximum(end[self._places_before] + gaps, end[self._places_waited])
@@ -158,7 +157,6 @@ class Waves:
         return wait
 
     def _found(self, wait: Indices, firsts: Indices, stops: Indices) -> Iterator[Indices]:
-        """Yield the nodes of each wave, in rows with these first nodes and stops."""
         done = np.zeros(len(wait), dtype=np.bool_)
         done[_START] = True
         self._meeting, number, heads = -1, 0, firsts.copy()
@@ -203,7 +201,6 @@ def _waves_of(
 
 
 def _with_meeting(rows: RowActions) -> RowActions:
-    """Let all workers meet after their forwards."""
     forwards = np.bincount(rows.worker_of_each, rows.kinds == FORWARD).astype(np.int64)
     at = rows.begins[:-1] + forwards
     return _with_waits(rows, at, _MEETING, rows.j[at - 1])

@@ -69,7 +69,6 @@ def repeated(stages: Sequence[Stage]) -> list[bool]:
 
 
 def _of_module(module: nn.Module, numbered: bool = True) -> Hashable:
-    """Return the kinds, settings and tensors of a module and its children."""
     return tuple(
         (name, type(child), *_settings(child, numbered), *_tensors(child))
         for name, child in module.named_modules(remove_duplicate=False)
@@ -137,6 +136,5 @@ def _of_part(part: Part, numbered: bool) -> Hashable:
 
 
 def _of_call(run: Callable[..., Any], numbered: bool) -> Hashable:
-    """Return a key of the call of a module, of its method, as in a loop, or of a function."""
     method, owner = (run.__func__, run.__self__) if isinstance(run, MethodType) else (None, run)
     return (method, _of_module(owner, numbered)) if isinstance(owner, nn.Module) else run

@@ -138,7 +138,6 @@ class LayerCounter:
         self._runs: dict[Hashable, tuple[LayerRun, list[bool]]] = {}
 
     def visit(self, stage: Stage, flow: Flow) -> None:
-        """Run one layer, which takes its inputs out of the flow, and puts its outputs in."""
         j = stage.partition.index
         arriving, leaving = ends_of(stage, self._program)
         inputs = flow.arriving(j, arriving)
@@ -163,7 +162,6 @@ class LayerCounter:
         self.output = flow.bytes
 
     def _count(self, stage: Stage, inputs: FlatTree) -> LayerRun:
-        """Run a layer, or return the run of one that is alike."""
         j = stage.partition.index
         if not self._repeated[j]:
             return self._run(stage, inputs)
@@ -191,7 +189,6 @@ class LayerCounter:
         return LayerRun(costs, self._bytes.since(before, inputs.leaves), outputs)
 
     def _parts(self, stage: Stage, inputs: FlatTree) -> dict[str, float]:
-        """Measure the two parts of a backward, and the bytes kept between them."""
         with alone(stage, self._program, split=True) as third:
             outputs = third.forward(0, inputs.detached())
             _, of_inputs = self._meter(partial(third.backward, 0, gradients_for(outputs)))

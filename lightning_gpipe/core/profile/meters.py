@@ -16,10 +16,9 @@ _COPIES = 4  # to measure a bus, of which the fastest counts
 
 
 class Meter:
-    """Measures calls: their seconds on a device or, on the meta device, their operations.
+    """Measures calls: their seconds or, on the meta device, their floating-point operations.
 
-    Operations are floating-point ones of matrix products, convolutions and attention. ``exact``: a
-    call costs the same every time, also if its activations are dropped.
+    ``exact``: a call costs the same every time, also if its activations are dropped.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -90,7 +90,6 @@ def _of_one(parameter: nn.Parameter, make: Callable[[list[nn.Parameter]], Optimi
 
 
 def _state_of(stand_in: Tensor, make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Any]:
-    """Make a step on one parameter, and return the optimizer's state of it."""
     parameter = nn.Parameter(stand_in.detach())
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])

@@ -77,7 +77,6 @@ class Rounds:
                 break
 
     def costs(self, chunks: int) -> list[dict[str, Any]]:
-        """Return the fields of each layer's profile in a mini-batch of ``chunks`` micro-batches."""
         fields: list[dict[str, Any]] = []
         for k in range(len(self.stages)):
             by_rows = {rows: self._costs_of(k, rows, chunks) for rows in self.microbatches}
@@ -91,12 +90,10 @@ class Rounds:
 
     @property
     def output(self) -> LinearCost:
-        """The bytes of the outputs of the last layer."""
         return LinearCost.through({rows: each.output for rows, each in self._counted.items()})
 
     @property
     def carried(self) -> tuple[CarriedValue, ...]:
-        """The values that layers hand to later ones."""
         counted = self._counted.items()
         pairs = dict.fromkeys(ends for _, each in counted for ends in each.sizes)
         return tuple(
@@ -176,10 +173,7 @@ class Times:
         self._backward: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def measure(self, stage: Stage, program: Program, inputs: FlatTree) -> FlatTree:
-        """Run two micro-batches, one of which is recomputed: F0 F1 R1 B1 B0; return the outputs.
-
-        To measure backwards in two parts, run two others: F0 F1 B1 W1 B0 W0.
-        """
+        """Run F0 F1 R1 B1 B0, or F0 F1 B1 W1 B0 W0 for both parts of backwards; return outputs."""
         meter, pairs = self._meter, {}
         with alone(stage, program, recomputed=[1]) as single:
             outputs, forward = meter(partial(single.forward, 0, inputs.detached()))
@@ -225,10 +219,7 @@ class Times:
 
 
 def _keep_alive(gradients: list[Tensor], new: list[tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients of one more layer, on a CPU only; drop all if they are too large.
-
-    A GPU's allocator keeps their memory in use.
-    """
+    """Add the gradients of one more layer, on a CPU only; drop all if they are too large."""
     gradients += [gradient for _, gradient in new if gradient.device.type == "cpu"]
     if sum(map(bytes_of, gradients)) > _ALIVE:
         gradients.clear()

@@ -86,7 +86,6 @@ class Flow:
             self._by_route[route.name, route.target] = tree
 
     def arriving(self, j: int, routes: Sequence[Route]) -> FlatTree:
-        """Take the inputs of stage ``j``, joined with those that come by routes."""
         return join([self._main, *(self._by_route.pop((route.name, j)) for route in routes)])
 
     def leave(self, outputs: FlatTree, routes: Sequence[Route]) -> None:

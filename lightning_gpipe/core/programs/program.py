@@ -69,7 +69,6 @@ class Part:
 
     @cached_property
     def function(self) -> Function:
-        """The steps as one function of the values that come with the micro-batch and by routes."""
         inputs = [self.takes, *(route.numbers for route in self.arriving)]
         outputs = [self.gives, *(route.numbers for route in self.leaving)]
         return Function(self.steps, self.drops, inputs, outputs)
@@ -93,22 +92,18 @@ class Program:
 
     @property
     def first(self) -> tuple[int, ...]:
-        """The inputs that stage 0 needs, with which a micro-batch starts."""
         return self.parts[0].takes
 
     @cached_property
     def given(self) -> tuple[Route, ...]:
-        """The routes of inputs to later stages."""
         return tuple(self._routes((CALLER, j) for j in range(1, self.n)))
 
     @cached_property
     def returned(self) -> tuple[Route, ...]:
-        """The routes of outputs of other stages than the last."""
         return tuple(self._routes((j, self.n) for j in range(self.n - 1)))
 
     @cached_property
     def fingerprint(self) -> int:
-        """A checksum of the steps and their values."""
         steps = [(step.value, step.stage, sorted(step.needs)) for step in self._steps]
         return zlib.crc32(repr((self.inputs, self.outputs, steps)).encode())
 
@@ -142,7 +137,6 @@ class Program:
             raise ValueError(f"outputs must be made by steps: got %{unchanged[0]}, an input.")
 
     def _values_between(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Return the values that go from one place to a later one, by both places."""
         users: dict[int, set[int]] = {number: set() for number in self._makers}
         for step in self._steps:
             for number in step.needs:

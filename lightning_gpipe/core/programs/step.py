@@ -59,12 +59,10 @@ class Step:
 
     @cached_property
     def needs(self) -> frozenset[int]:
-        """The numbers of the values among its arguments."""
         return frozenset(value.number for value in values_in((self.args, self.kwargs)))
 
     @cached_property
     def constants(self) -> tuple[Any, ...]:
-        """The numbers and strings among its arguments."""
         return tuple(_constants_in((self.args, self.kwargs)))
 
     def __call__(self, values: Mapping[int, Any]) -> Any:
@@ -184,7 +182,6 @@ class Function:
         self._code = names["run"].__code__
 
     def step_of(self, error: BaseException) -> Step | None:
-        """Return the step that raised an error, if it was one of them."""
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_frame.f_code is not self._code:
             traceback = traceback.tb_next

@@ -13,24 +13,14 @@ from lightning_gpipe.core.run.backward.roots import Root
 
 
 class Activations(NamedTuple):
-    """The inputs of a micro-batch, and its graph or the state to recompute it from.
+    """The inputs of a micro-batch, and its graph or the state to recompute it from."""
 
-    Attributes:
-        inputs: The leaves of its graph.
-        roots: The roots of its graph; None if the graph was dropped.
-        saved: If it will be recomputed: the state of the layers before forward.
-        versions: If it will be recomputed: the version counters of the inputs.
-        sizes: The number of output leaves on each way; empty if there is only one way.
-        former: If it was recomputed: the inputs of its first forward, in whose graph no backward
-            may run.
-    """
-
-    inputs: FlatTree
-    roots: list[Root | None] | None
-    saved: ModuleState | None = None
-    versions: Sequence[int] = ()
-    sizes: tuple[int, ...] = ()
-    former: Sequence[Any] = ()
+    inputs: FlatTree  # the leaves of its graph
+    roots: list[Root | None] | None  # of its graph; None if the graph was dropped
+    saved: ModuleState | None = None  # the layers before forward, to recompute it
+    versions: Sequence[int] = ()  # of the inputs, if it will be recomputed
+    sizes: tuple[int, ...] = ()  # the output leaves on each way, if there are several
+    former: Sequence[Any] = ()  # if it was recomputed, the inputs of its first forward
 
 
 def versions_in(inputs: FlatTree) -> list[int]:

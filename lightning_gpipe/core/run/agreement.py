@@ -38,11 +38,8 @@ class SharedErrors:
 class Agreement:
     """Opens and ends the phases of one mini-batch, alike in all processes.
 
-    Attributes:
-        at_last: Whether only the process of the last stage gets the outputs.
-        ties: The parameters that stages of several processes share.
-        generators: The generators that several workers share, during a phase.
-        library: Watches the generators of Python and NumPy during forward.
+    ``at_last``: only the process of the last stage gets the outputs. The shared ``generators`` are
+    those of a phase; ``library`` watches the generators of Python and NumPy during forward.
     """
 
     def __init__(self, layout: Layout, schedule: Schedule, label: Label) -> None:
@@ -70,7 +67,6 @@ class Agreement:
     def open(
         self, transport: Transport, phase: int, awaited: Collection[Action] | None = None
     ) -> Exchange:
-        """Open an exchange for a phase; the caller waits for the results ``awaited``, or all."""
         label = None
         if self._spread:
             label = self._label._replace(phase=STEP if self._schedule.caller else phase)

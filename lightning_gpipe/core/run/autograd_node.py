@@ -178,10 +178,7 @@ class StepOutputs:
 
 
 class _Leaves(NamedTuple):
-    """The places of the leaves that require a gradient: their micro-batch, and their index in it.
-
-    ``sizes`` are the numbers of leaves of the micro-batches.
-    """
+    """The micro-batch and the index of each leaf that requires a gradient."""
 
     places: Sequence[tuple[int, int]]
     sizes: Sequence[int]

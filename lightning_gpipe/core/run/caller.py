@@ -101,10 +101,7 @@ class Caller:
         return list(chain.from_iterable(gradients_of.values()))
 
     def split(self, outputs: Sequence[FlatTree]) -> tuple[list[FlatTree], list[list[Term]]]:
-        """Return the outputs alone, and the loss terms of each micro-batch in order of the layers.
-
-        An output is joined of the values of the program's outputs, in order.
-        """
+        """Return the outputs alone, and the loss terms of each micro-batch in order of layers."""
         if not self._routes:
             return [self._output(each, ()) for each in outputs], []
         mains, handed_out = [], []

@@ -37,10 +37,7 @@ class DividedWeights(ABC):
 
 
 def with_values(pairs: Iterable[Pair], *, written: bool) -> list[Pair]:
-    """Return the gradients of weights that have values here, where none are averaged.
-
-    Raises a RuntimeError if others are to be ``written`` by autograd, which have no place here.
-    """
+    """Return the gradients of weights with values here; raise if autograd is to write others."""
     pairs = list(pairs)
     here = [pair for pair in pairs if not pair[0].is_meta]
     if written and len(here) < len(pairs):

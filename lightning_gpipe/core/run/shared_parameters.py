@@ -27,10 +27,7 @@ Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient of it
 
 
 class Ties:
-    """Sends the values and the gradients of shared parameters.
-
-    With ``at_last``, the outputs are for the last stage.
-    """
+    """Sends values and gradients of shared parameters; ``at_last``: outputs are at the end."""
 
     def __init__(self, layout: Layout, *, at_last: bool = False) -> None:
         self._ties = [tie for tie in ties_of(layout) if not (at_last and tie.home == CALLER)]

@@ -37,7 +37,6 @@ def handed(trees: Sequence[FlatTree], targets: Sequence[int]) -> list[FlatTree]:
 
 
 def _shared(trees: Sequence[FlatTree], targets: Sequence[int]) -> set[int]:
-    """Return the ids of the tensors whose memory goes to several targets."""
     targets_of: dict[int, set[int]] = {}
     memory_of: dict[int, int | None] = {}
     for tree, target in zip(trees, targets, strict=False):

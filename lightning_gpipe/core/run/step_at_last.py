@@ -37,7 +37,6 @@ class StepAtLast:
         here: Whether the code goes on after its call.
         kinds: The kinds of the caller's actions in this process, with a loss for each micro-batch.
         told: Whether other processes than those of both ends are told of its present call.
-        before_answer: Called before processes compute something together.
         zero: A zero whose backward runs that of the stages here, once the code has ended.
     """
 
@@ -74,7 +73,6 @@ class StepAtLast:
         raise OutputElsewhere
 
     def leads_to(self, loss: Tensor) -> bool:
-        """Return True if backward from a loss goes through the pipeline."""
         nodes = {output.grad_fn for output in self._outputs}
         return not nodes.isdisjoint(graph_behind([root_of(loss)])[1])
 

@@ -63,7 +63,6 @@ class Work:
         return [main, *map(tree_flatten, skips), *values]
 
     def _run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
-        """Run the layers while skip tensors can be stashed and popped."""
         takes, *arriving = arrived
         # Until it is known that no layer edits in place, each step must be checked.
         if not (self._again and (self._part.function.names_layers or guard.expects_none)):
@@ -99,7 +98,6 @@ class Work:
 
 
 def _numbered(numbers: Sequence[int], way: Any) -> Iterable[tuple[int, Any]]:
-    """Return the values that come on one way, with their numbers."""
     return [(numbers[0], way)] if len(numbers) == 1 else zip(numbers, way, strict=True)
 
 

@@ -183,7 +183,6 @@ class WorkerTask(RowTask):
         self._record((self._w, action, start, self._now()))
 
     def _send_by_routes(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
-        """Send the values of an action's result that leave by routes, and return the rest."""
         none = [FlatTree([])] * (1 + len(routes))  # where nothing requires a gradient
         main, *others = parted(value, len(none)) if value.spec is not None else none
         for route, tree in zip(routes, others, strict=True):

@@ -25,10 +25,8 @@ class Kind(Enum):
     no action waits.
 
     Attributes:
-        letter: The abbreviation in a table.
         verb: The name in an error message.
-        direction: The stage that needs the result, relative to the action's own: 1 is the next, -1
-            the previous, 0 the same.
+        direction: The stage that needs the result, relative to the action's own.
         after: The actions on the same micro-batch that it needs: the letters of their kinds, each
             with the place of the stage relative to its own. Not every schedule has all of them.
         cycles: The clock cycles that it takes in a table.
@@ -71,7 +69,6 @@ class Action(NamedTuple):
 
     @property
     def by_caller(self) -> bool:
-        """True if the caller runs it instead of a worker."""
         return self.j < 0 or self.kind is Kind.LOSS
 
     def __str__(self) -> str:
@@ -79,10 +76,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The time of an action in a mini-batch, recorded or predicted.
-
-    The number of workers stands for the caller in the place of a worker.
-    """
+    """The time of an action, recorded or predicted; the number of workers stands for the caller."""
 
     worker: int
     action: Action

@@ -21,27 +21,15 @@ Visits = NDArray[np.int64]  # of shape (visits, 2): the micro-batch and the stag
 
 @dataclass(frozen=True)
 class Pattern:
-    """The row of one worker in brief.
-
-    Attributes:
-        forwards: The micro-batch and the stage of each forward, in order.
-        backwards: Those of each backward; as many.
-        warm_up: The number of forwards before the first backward.
-        late: Where backwards are split, the number of further ones before the gradients of the
-            weights.
-    """
+    """The row of one worker in brief."""
 
     forwards: Visits
     backwards: Visits
-    warm_up: int
-    late: int = 0
+    warm_up: int  # the forwards before the first backward
+    late: int = 0  # further backwards before the gradients of the weights, where they are split
 
     def actions(self, recomputed: Sequence[int], *, split: bool) -> Iterator[Action]:
-        """Yield the actions, in order; ``split`` makes the gradients of the weights actions.
-
-        On stage j the first ``recomputed[j]`` micro-batches drop their activations: each of their
-        backwards is preceded by a recomputation.
-        """
+        """Yield the actions; stage j recomputes its first ``recomputed[j]`` micro-batches."""
         forwards, backwards = self.forwards.tolist(), self.backwards.tolist()
         for i, j in forwards[: self.warm_up]:
             yield Action(Kind.FORWARD, i, j)

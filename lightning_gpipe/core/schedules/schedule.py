@@ -94,7 +94,6 @@ class Schedule:
 
     @property
     def n(self) -> int:
-        """The number of stages."""
         return len(self.placement)
 
     @property
@@ -104,19 +103,15 @@ class Schedule:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """All actions of each worker, in order."""
         return tuple(tuple(chain(*parts)) for parts in zip(*self.phases, strict=True))
 
     def phase(self, k: int) -> Schedule:
-        """One phase as a schedule of its own."""
         return self._phases[k]
 
     def phase_of(self, action: Action) -> int:
-        """The index of the phase in which ``action`` runs."""
         return self._phase_of[action]
 
     def recomputed(self, j: int) -> frozenset[int]:
-        """The micro-batches that stage ``j`` recomputes."""
         return self._recomputed[j]
 
     @cached_property

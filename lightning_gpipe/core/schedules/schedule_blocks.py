@@ -32,10 +32,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS)
 
 
 def as_block(starts: Sequence[Sequence[int]]) -> Block:
-    """Return a block as a value that hashes: tuples for the lists of a user.
-
-    Raises a ValueError if it has not two or three integers for each stage, as many for all.
-    """
+    """Return a block as tuples, which hash; raise if stages have not equally many integers."""
     try:
         block = tuple(map(tuple, starts))
     except TypeError:

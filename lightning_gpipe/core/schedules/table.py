@@ -43,31 +43,18 @@ AnySchedule = ScheduleName | Block  # the user's, by its name or written out
 
 @dataclass(frozen=True)
 class ScheduleDefinition:
-    """An entry of the table.
+    """An entry of the table."""
 
-    Attributes:
-        patterns: Returns the row of each worker in brief, of the number of micro-batches and the
-            worker of each stage; None if rows are no patterns, so that the schedule is not planned.
-        block: Returns the block of the number of workers, if the schedule is one.
-        rows: Returns the row of each worker, where there is neither; gets also the number of
-            micro-batches that each stage recomputes.
-        check: Raises a ValueError if the schedule cannot run with a number of micro-batches and a
-            placement.
-        folded: Whether the stages go down the devices and back, two on each.
-        by_micro_batch: Whether each micro-batch has a loss of its own.
-        always_split: Whether backwards are split, whatever is asked for.
-        in_groups: Whether the number of micro-batches must be a multiple of the number of workers,
-            if these have several stages each.
-    """
-
+    # The row of each worker, by the number of micro-batches and the worker of each stage: in brief,
+    # or else as a block, by the number of workers; or else one by one, by what stages recompute.
     patterns: Callable[[int, Sequence[int]], Sequence[Pattern]] | None = None
     block: Callable[[int], Block] | None = None
     rows: Callable[[int, Sequence[int], Sequence[int]], tuple[Row, ...]] | None = None
-    check: Callable[[int, Sequence[int]], None] = lambda m, placement: None
-    folded: bool = False
-    by_micro_batch: bool = True
-    always_split: bool = False
-    in_groups: bool = False
+    check: Callable[[int, Sequence[int]], None] = lambda m, placement: None  # raises ValueError
+    folded: bool = False  # whether stages go down the devices and back, two on each
+    by_micro_batch: bool = True  # whether each micro-batch has a loss of its own
+    always_split: bool = False  # whether backwards are split, whatever is asked for
+    in_groups: bool = False  # whether interleaved stages need whole groups of micro-batches
 
 
 # The simplest first: it is planned where others are as fast.
@@ -106,10 +93,7 @@ def definition_of(schedule: AnySchedule) -> ScheduleDefinition:
 
 
 def is_folded(schedule: AnySchedule, workers: int) -> bool:
-    """Return True if the stages go down the devices and back, two on each.
-
-    Those of a block do if there are twice as many of them as devices.
-    """
+    """Return True if the stages go down the devices and back, two on each, as a block's may."""
     if isinstance(schedule, str):
         return SCHEDULES[schedule].folded
     return len(schedule) == 2 * workers
@@ -131,15 +115,7 @@ def schedule_for(
     recomputed: int | tuple[int, ...] = 0,
     split: bool = False,
 ) -> Schedule:
-    """Return the schedule of one mini-batch, with ``m`` micro-batches.
-
-    Args:
-        schedule: The name of the schedule, or a block, which must fit the placement.
-        m: The number of micro-batches; a short mini-batch may have fewer than others.
-        recomputed: An integer k: the first k micro-batches drop their activations; or one for each
-            stage.
-        split: Whether the gradients of the weights are an action of their own.
-    """
+    """Return the schedule of ``m`` micro-batches, of which each stage recomputes the first ones."""
     definition = definition_of(schedule)
     if isinstance(recomputed, int):
         recomputed = (recomputed,) * len(placement)
@@ -188,7 +164,6 @@ class ScheduleKind(NamedTuple):
 
     @property
     def arguments(self) -> str:
-        """The user's arguments for it, without defaults."""
         named = [f"schedule={self.schedule!r}"] if self.by_micro_batch else []
         if self.split and not self.definition.always_split:
             named.append("split_backward=True")
@@ -207,7 +182,6 @@ class ScheduleKind(NamedTuple):
         return schedule_for(self.schedule, m, placement, recomputed=recomputed, split=self.split)
 
     def placement(self, stages: int, devices: int) -> tuple[int, ...]:
-        """Return the worker of each stage, on at most ``devices`` devices."""
         if self.definition.folded:
             return folded(stages, stages // 2)
         return looped(stages, min(stages, devices))
@@ -251,10 +225,7 @@ def check_schedule(schedule: str | Block) -> None:
 
 
 def check_by_micro_batch(schedule: str | Block, chunks: int, placement: tuple[int, ...]) -> None:
-    """Refuse a schedule without a loss for each micro-batch, or one that the pipeline cannot run.
-
-    ``chunks`` is the number of micro-batches of a full mini-batch.
-    """
+    """Refuse a schedule with one loss for the mini-batch, or that the pipeline cannot run."""
     if not is_by_micro_batch(schedule):
         choices = ", ".join(map(repr, get_args(ByMicroBatch)))
         raise ValueError(f"schedule must be one of {choices}: got {schedule!r}.")

@@ -85,7 +85,6 @@ class _Clock:
         return tuple(map(tuple, self._rows))
 
     def _next(self, w: int, t: int) -> Action | None:
-        """Take the action that worker ``w`` begins at time ``t``."""
         passes, weights = self._passes[w], self._weights[w]
         ready = bool(passes) and self._is_ready(passes[0], t)
         if weights and (self._forwards[w] or not ready):
@@ -100,7 +99,6 @@ class _Clock:
         return action
 
     def _is_ready(self, action: Action, t: int) -> bool:
-        """Return True if what an action needs has ended by time ``t``."""
         needed = (a for a in predecessors(action) if a.kind in _PASSES and 0 <= a.j <= self._last)
         return all(self._end.get(a, t + 1) <= t for a in needed)
 

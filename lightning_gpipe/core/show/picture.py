@@ -154,7 +154,6 @@ def _draw_boxes(
     begin: float,
     points: float,
 ) -> None:
-    """Draw a box for each action of a kind, with its micro-batch if nearly all have room."""
     narrow = median((span.end - span.start) * points for span in spans) < 3
     boxes = defaultdict(list)
     for span in spans:
@@ -205,7 +204,6 @@ def _lines(workers: Sequence[str]) -> int:
 
 
 def _frame(axes: Axes, workers: Sequence[str], length: float) -> None:
-    """Draw the axes around the boxes, with the first worker on top, and the legend."""
     lines = _lines(workers) * len(workers)
     size = min(10.0, max(_SMALLEST, 10 * _LINES / max(1, lines)))
     every = max(1, ceil(len(workers) / _NAMES), ceil(lines * size / (10 * _LINES)))

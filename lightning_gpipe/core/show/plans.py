@@ -173,7 +173,6 @@ def plan_picture(prediction: Prediction) -> Figure:
 
 
 def _draw_memory(axes: Axes, prediction: Prediction, workers: list[str], scale: float) -> None:
-    """Draw a step line for each device, or the range of all, and the known limits."""
     # The last of simultaneous changes counts: a recomputation begins when a backward ends.
     over_time = [dict(changes) for changes in prediction.memory_over_time()]
     if len(workers) <= _LINES:

@@ -90,7 +90,6 @@ def _cells(costs: StageCosts) -> tuple[str, str]:
 
 
 def _leaving(layout: Layout, j: int, skip_bytes: Mapping[RouteName, int]) -> Iterator[str]:
-    """The skip tensors that leave a stage, with their sizes if known."""
     for route in layout.leaving(j):
         size = skip_bytes.get(route.name)
         yield f"{route.target}: {route.name}" + ("" if size is None else f" ({size:,} B)")

@@ -34,11 +34,7 @@ class Slice(NamedTuple):
 def trace_of(
     runs: Iterable[tuple[Layout, Sequence[Span]]], caller: Sequence[Slice] = (), name: str = "GPipe"
 ) -> dict[str, Any]:
-    """Return a trace as a value for ``json.dump``.
-
-    ``runs`` have the layout and all actions of each mini-batch, ``caller`` the activities of the
-    caller's thread, on the same clock.
-    """
+    """Return a trace of mini-batches and the caller's activities, for ``json.dump``."""
     runs = list(runs)
     starts = [span.start for _, spans in runs for span in spans] + [x.start for x in caller]
     begin = min(starts, default=0.0)
@@ -91,7 +87,6 @@ def _action(layout: Layout, span: Span, begin: float) -> dict[str, Any]:
 def _flows(
     layout: Layout, spans: Sequence[Span], begin: float, numbers: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
-    """The arrows from each action to those on other workers that use its result."""
     span_of = {span.action: span for span in spans}
     for target in spans:
         for action, tensors in _sources(layout, target.action):

@@ -238,7 +238,6 @@ def isolate(layer: M, namespace: Namespace, *, only: Iterable[str] | None = None
 
 
 def _run_generator(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]) -> Any:
-    """Run the generator of a forward to its end, and answer its requests."""
     declaration = declaration_of(layer)
     assert declaration is not None
     skips, missing, kind = in_flight(), declaration.requests, type(layer).__name__

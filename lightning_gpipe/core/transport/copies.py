@@ -83,8 +83,7 @@ class Copies:
     ) -> tuple[list[Any], torch.cuda.Event | None]:
         """Queue copies to ``target`` of the tensors on ``source``; of all tensors if that is None.
 
-        Return the leaves (the same list if nothing had to move), and an event after which those on
-        ``target`` may be read, or None if they may be read at once.
+        Return the leaves, and the event after which they may be read, or None for at once.
         """
 
         def moves(leaf: Any) -> bool:

@@ -57,11 +57,7 @@ TOLD = 2  # processes between the first stage and the last are told of a call of
 
 
 class Label(NamedTuple):
-    """A phase of a mini-batch and its mode, the same in all processes.
-
-    ``training`` is the number of modules in training mode, shifted left by 32 bits, and a checksum
-    of which ones.
-    """
+    """A phase of a mini-batch and its mode, the same in all processes."""
 
     pipeline: int = 0  # among those over these processes
     minibatch: int = 0  # a later one has a larger number
@@ -153,11 +149,7 @@ class Transport(ABC):
     def open(
         self, phase: Schedule, label: Label | None = None, awaited: Collection[Action] | None = None
     ) -> Exchange:
-        """Return a new, empty exchange for a phase of a schedule.
-
-        Only processes need a label: they compare it. ``awaited`` are the results that the caller
-        waits for; None for all.
-        """
+        """Return a new exchange for a phase; ``awaited`` are the caller's results, None for all."""
 
     @abstractmethod
     def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
@@ -192,11 +184,7 @@ class Transport(ABC):
     def explain(  # noqa: B027 - most have nobody to tell
         self, cause_of: Callable[[BaseException], BaseException]
     ) -> None:
-        """Replace an error by its cause, as ``cause_of`` returns it, before others are told.
-
-        In a layer that waits for processes outside the pipeline, the loss of one is an error of the
-        network.
-        """
+        """Replace an error by its cause before others are told: it may be a loss elsewhere."""
 
     @abstractmethod
     def inline(self) -> Transport:

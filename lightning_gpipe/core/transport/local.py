@@ -87,7 +87,6 @@ class LocalExchange(Exchange):
             raise RuntimeError(f"a run must send what {at} needs: it ended without doing so.")
 
     def _take(self, inbox: int) -> bool:
-        """Take the next parcel from an inbox; return False if none comes for a while."""
         try:
             message = self._inboxes[inbox].get(timeout=POLL)
         except Empty:

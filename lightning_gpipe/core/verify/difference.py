@@ -56,37 +56,23 @@ Rerun = Callable[[bool], Run]  # on the whole batch, with rounding errors added 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first value of the pipelined run that differs from that of the plain one.
+    """The first value of the pipelined run that differs from that of the plain one."""
 
-    Attributes:
-        kind: The kind of values, as of :class:`Run`.
-        deviation: Its name and by how much it differs.
-        layer: The index of the layer (of the stage, unless the model is an nn.Sequential) whose
-            output, parameter or buffer it is; None if unknown.
-        suspects: The indices of the layers of which one is the cause.
-        value: Its description, for a message.
-        reason: Why it may differ, and how to find other differences, if known.
-    """
-
-    kind: str
-    deviation: Deviation
-    layer: int | None
-    suspects: range
-    value: str
-    reason: str | None
+    kind: str  # as of Run
+    deviation: Deviation  # its name and by how much it differs
+    layer: int | None  # whose output, parameter or buffer it is (or the stage); None if unknown
+    suspects: range  # the layers of which one is the cause
+    value: str  # its description, for a message
+    reason: str | None  # why it may differ, and how to find other differences, if known
 
 
 class Comparison(NamedTuple):
-    """The comparison of a run with a plain one.
-
-    ``difference`` is the first value that deviates by more than ``tolerance``, the largest relative
-    deviation by rounding; ``unrepeatable`` the first that does so between two plain runs.
-    """
+    """The comparison of a run with a plain one."""
 
     compared: Mapping[str, list[Deviation]]
-    tolerance: float
-    difference: Difference | None
-    unrepeatable: Difference | None
+    tolerance: float  # the largest relative deviation by rounding
+    difference: Difference | None  # the first value that deviates by more
+    unrepeatable: Difference | None  # the first that does so between two plain runs
 
 
 @dataclass(eq=False)
@@ -101,11 +87,7 @@ class DifferenceSearch:
     reason: str | None = None
 
     def compare(self, plain: Run, other: Run, rerun: Rerun) -> Comparison:
-        """Compare a run with a plain one.
-
-        If they differ, ``rerun`` makes more plain runs, with rounding errors added if called with
-        True.
-        """
+        """Compare a run with a plain one; if they differ, ``rerun`` makes more plain runs."""
         difference, unrepeatable = self.first(plain, other), None
         if difference is not None:
             unrepeatable = self.first_unrepeated(plain, rerun(False))
@@ -118,7 +100,6 @@ class DifferenceSearch:
         return Comparison(compared, self.tolerance, difference, unrepeatable)
 
     def first(self, plain: Run, other: Run, perturbed: Run | None = None) -> Difference | None:
-        """Return the first deviation that is more than rounding, if there is one."""
         differing = self._kind(plain, other, perturbed)
         if differing is None:
             return None
@@ -145,10 +126,9 @@ class DifferenceSearch:
     def _unit(
         self, plain: Run, other: Run, perturbed: Run | None
     ) -> tuple[range, Deviation | None]:
-        """Return the first unit whose output deviates by more than rounding, with its deviation.
+        """Return the first unit whose output deviates, after those since the last that agrees.
 
-        Before it come the units after the last one that agrees. If no output deviates, all units
-        after that are returned, and None.
+        If none deviates, return all units after the last that agrees, and None.
         """
         agreeing = -1
         for k, (values, others) in enumerate(zip(plain.units, other.units, strict=True)):

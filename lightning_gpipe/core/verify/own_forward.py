@@ -62,7 +62,6 @@ class WholeCall:
         return self.call(*self.args, **self.kwargs)
 
     def sample(self, rows: int) -> WholeCall:
-        """Return the call with its first rows only, whose gradients are thin."""
         args, kwargs = few_rows((self.args, self.kwargs), rows)
         return replace(self, args=args, kwargs=kwargs, thin=True)
 
@@ -76,7 +75,6 @@ class WholeCall:
                     self.titles.setdefault(layer, []).append(title)
 
     def compare(self, tolerance: float | None = None, chunks: int = 1) -> Comparison:
-        """Compare the call, with this number of micro-batches, with the own forward."""
         devices = self._layout.devices
         with without_checkpointing(), without_dropout(self.module.modules(), self._journal):
             with self.isolated(), in_chunks(self.pipelines, chunks):
@@ -124,7 +122,6 @@ class WholeCall:
         return Run(values, units)
 
     def _own_run(self, pipelined: Run, perturb: bool = False) -> Run:
-        """Run the module without pipelines, its layers on the devices of their stages."""
         with self.isolated(), ExitStack() as stack:
             for piped in self.piped_modules:
                 stack.enter_context(piped.frontend.plain())

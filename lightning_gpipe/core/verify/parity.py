@@ -74,11 +74,7 @@ class Verdict(ABC):
         return self.faulty and self.unrepeatable is None
 
     def check(self) -> None:
-        """Raise if there is a difference that is not explained.
-
-        Raises:
-            RuntimeError: If so; with the value that differs, the cause, and the cure.
-        """
+        """Raise RuntimeError with the cause and the cure if there is an unexplained difference."""
         if self.faulty:
             raise RuntimeError(str(self))
 
@@ -188,11 +184,9 @@ class StepParity:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """All results, that of the loss last."""
         return *self.layers, self.loss
 
     def check(self) -> None:
-        """Raise a RuntimeError if there is a difference that is not explained."""
         for verdict in self.verdicts:
             verdict.check()
 

@@ -46,23 +46,14 @@ _THIN = 4096  # elements of a gradient, if it is thin
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one run.
+    """The results of one run."""
 
-    Attributes:
-        values: The values of each kind, by path or name, in the order in which they are searched.
-        units: The floating-point tensors that each unit returned, by path; None if those of the
-            micro-batches cannot be merged.
-        drew: In a plain run, the units that drew random numbers, or ``SOME``.
-        term_units: In a plain run, the units that handed out each loss term.
-        mask: In a pipelined run, the elements of the output that are compared.
-    """
-
-    values: Mapping[str, Values]
-    units: Sequence[Values | None] = ()
-    drew: frozenset[int] = frozenset()
+    values: Mapping[str, Values]  # of each kind, by path or name, in the order of search
+    units: Sequence[Values | None] = ()  # inexact tensors of each unit; None if not merged
+    drew: frozenset[int] = frozenset()  # the units that drew random numbers, or SOME
     term_units: Mapping[str, Sequence[int]] = field(default_factory=dict)
     microbatches: int = 1
-    mask: Mask = field(default_factory=dict)
+    mask: Mask = field(default_factory=dict)  # the elements of the output that are compared
 
 
 def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None) -> Run:

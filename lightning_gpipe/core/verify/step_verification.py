@@ -102,10 +102,7 @@ def verify_step(
 def verify_step_sample(
     pipeline: GPipe, step: Callable[[Any], Any], batch: Any, **arguments: Any
 ) -> StepParity | None:
-    """Verify a step on the first rows of a batch, two for each of two micro-batches.
-
-    Returns None unless there surely is a fault, and if the step cannot run on few rows.
-    """
+    """Verify a step on a few rows of a batch; return None unless there surely is a fault."""
     few = few_rows(batch, 2 * SAMPLED)
     with in_chunks([pipeline.only], 2), suppress(Exception):
         parity = verify_step(pipeline, step, few, layers=False, **arguments)
@@ -160,11 +157,7 @@ class StepRuns:
             return self._run(outcome.loss)
 
     def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
-        """Run the step on the whole batch, with rounding errors added to outputs of layers or not.
-
-        The layers are verified if there is a list for ``parities``; or else they run on all of it,
-        too.
-        """
+        """Run the step on the whole batch; verify the layers for a list of ``parities``."""
         with isolated(self.modules, [self.pipeline.only]), ExitStack() as stack:
             if self.thin:
                 stack.enter_context(in_chunks([self.pipeline.only], 1))

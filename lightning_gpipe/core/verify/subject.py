@@ -52,7 +52,6 @@ class VerifiedProgram:
             self._by_unit = program
 
     def run(self, input: Any) -> Any:
-        """Run the program in micro-batches; several inputs or outputs are a list."""
         values, stacked = self._values(input), self.kind == "layer"
         return unpacked(self.pipeline.run_program(self._program, values, stacked=stacked))
 
@@ -64,7 +63,6 @@ class VerifiedProgram:
         return self.pipeline.layout.device_of(self.units[k].stage)
 
     def owner_of(self, name: str) -> int:
-        """Return the index of the unit that has a parameter or buffer."""
         return next(k for k, unit in enumerate(self.units) if name.startswith(f"{unit.name}."))
 
     def _values(self, input: Any) -> list[Any]:

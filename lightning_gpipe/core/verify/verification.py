@@ -127,7 +127,7 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
 def verify_sample(call: WholeCall) -> Parity | None:
     """Compare the first rows of a call, in two micro-batches, with the module's own forward.
 
-    Returns None unless there surely is a fault, and if the call cannot be made with few rows.
+    Returns None unless there surely is a fault.
     """
     call = call.sample(2 * SAMPLED)
     by_batch = any(map(normalises_by_batch, call.module.modules()))

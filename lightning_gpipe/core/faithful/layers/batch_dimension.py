@@ -66,7 +66,6 @@ class RowWatches:
     def begin(
         self, signature: Hashable, division: Callable[[], Division | None]
     ) -> RowWatch | None:
-        """Begin a mini-batch, cut by ``division``; return its watch if there is need for one."""
         if not self._watched or signature in self._signatures:
             return None
         cut = division()
@@ -98,7 +97,6 @@ class RowWatch:
         self._done()
 
     def writes(self, i: int) -> list[Write]:
-        """Return the changes in the modules that record their calls in micro-batch ``i``."""
         count: Counter[nn.Module] = Counter()
         writes: list[Write] = []
         for layer in dict.fromkeys(each.layer for each in self._watched):
@@ -111,7 +109,6 @@ class RowWatch:
         return writes
 
     def likely(self, i: int) -> str | None:
-        """Explain why a layer may have failed in micro-batch ``i``; None without a suspicion."""
         size = self._division.sizes[i]
         for watched, inputs in self._calls.values():
             mixed = inputs.get(i)
@@ -147,7 +144,6 @@ class RowWatch:
         return forward(*args, **kwargs)
 
     def _refuse(self, watched: _WatchedModule, i: int, args: Any, kwargs: Any) -> None:
-        """Raise for what the module could not compute, or would compute from the wrong rows."""
         module = watched.module
         x = unbatched(module, args, kwargs)
         if x is not None and x.size(0) == self._division.sizes[i]:

@@ -37,10 +37,7 @@ Norm = _BatchNorm | _InstanceNorm
 
 
 def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str]) -> None:
-    """Raise a ValueError that names each batch norm with a forward of its own.
-
-    Its statistics cannot be deferred. ``titles`` name the layers in errors, such as ``layer 0``.
-    """
+    """Refuse batch norms with a forward of their own, whose statistics cannot be deferred."""
     custom = [
         f"{type(module).__name__} in {title}"
         for layer, title in zip(layers, titles, strict=True)
@@ -87,10 +84,7 @@ class DeferredStatistics:
         return cls(running, gather) if running else None
 
     def collecting(self, journal: Journal, *, record: bool) -> Manager:
-        """Defer the updates of the norms in a ``with`` block that runs one micro-batch.
-
-        ``record``: record the moments of their inputs, as in forward but not on recomputation.
-        """
+        """Defer the updates of norms in a ``with`` block; a recomputation has no ``record``."""
         writes: list[Write] = []
         for norm, calls in self._calls.items():
             forward = _RecordingForward(norm, self._gather)
@@ -170,7 +164,6 @@ def _forward_over_replicas(norm: _BatchNorm, gather: Gather, x: Tensor) -> Tenso
 
 
 def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the buffers of a norm, each with its value after these calls."""
     assert norm.running_mean is not None and norm.running_var is not None
     mean, variance = norm.running_mean, norm.running_var
     counted = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None

@@ -55,10 +55,7 @@ def mixed_by(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def unbatched(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the input of a linear layer, convolution or norm if it lacks features or channels.
-
-    Such a vector or image is a piece of a single sample.
-    """
+    """Return the input of a layer if it is a vector or an image: a piece of a single sample."""
     match module:
         case nn.Linear():
             dims, features = 1, module.in_features

@@ -121,5 +121,4 @@ def _dims(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """Return the values of the channels in the shape in which they meet those of ``x``."""
     return values.view(1, -1, *(1,) * (x.dim() - 2))

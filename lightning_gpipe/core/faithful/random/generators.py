@@ -51,9 +51,6 @@ class Randomness:
         devices: The devices whose default generators only the stage's worker uses.
         private: The generators that replace those shared with other workers in forward, if any do.
         libraries: Whether to save the states of Python's and NumPy's for recomputation, too.
-
-    Attributes:
-        in_backward: The generators that replace the shared ones in backward, if any do.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class Randomness:
         self.in_backward: PrivateGenerators | None = None
 
     def save(self, i: int) -> None:
-        """Save the states before the first forward of micro-batch ``i``, for its recomputation."""
         if self._own:
             self._states[i] = RandomState.of(self._own)
 
@@ -81,7 +77,6 @@ class Randomness:
         return NOTHING if self.in_backward is None else self.in_backward.drawing(i)
 
     def replaying(self, i: int) -> list[Manager]:
-        """Return the context managers for the recomputation, which draws the same numbers again."""
         if not self._own:
             return self.drawing(i)
         return [Bracket(self._states.pop(i).exchange, RandomState.restore), *self.drawing(i)]
@@ -105,7 +100,6 @@ class SharedGenerators:
         self._heard = 0
 
     def private(self, j: int, *, grad: bool = False, backward: bool = False) -> PrivateGenerators:
-        """Return generators for stage ``j`` in forward, with gradients or without, or backward."""
         seed = self._seed + b"backward" * backward
         private = PrivateGenerators(seed, j, self._devices, grad=grad)
         self._private.append(private)
@@ -113,7 +107,6 @@ class SharedGenerators:
 
     @property
     def drew(self) -> bool:
-        """True if anything was drawn from private generators."""
         return bool(self._heard & _DREW) or any(private.drew for private in self._private)
 
     @property
@@ -137,7 +130,6 @@ class SharedGenerators:
 
     @cached_property
     def states(self) -> tuple[bytes, ...]:
-        """The states from before the mini-batch."""
         return _bytes_of(self._before)
 
     @cached_property

@@ -40,7 +40,6 @@ class LibraryWatch:
         return sum(bit for name, bit in _BITS.items() if name in moved)
 
     def end(self) -> None:
-        """Compare the states after forward, and raise or warn of draws that cannot be repeated."""
         if self.before is None:
             return
         moved = self._moved()
@@ -73,16 +72,11 @@ class LibraryDraws:
         self._warned = False
 
     def saved(self, flags: bytes) -> bool:
-        """Return whether the states must be saved before each forward of the present mini-batch."""
         return self._count.get(flags, 0) <= 1 or flags in self._drawing
 
     def begin(
         self, flags: bytes, *, alone: bool, recomputed: bool, spread: bool = False
     ) -> LibraryWatch:
-        """Begin the forward of a mini-batch.
-
-        ``alone``: all stages run on the calling thread; ``spread``: other processes have stages.
-        """
         count = self._count.get(flags, 0) + 1
         record(self._count, flags, count)
         power_of_two = count & (count - 1) == 0
@@ -93,7 +87,6 @@ class LibraryDraws:
         return LibraryWatch(alone and recomputed and self.saved(flags), before, settle)
 
     def _settle(self, flags: bytes, moved: list[str], *, alone: bool, recomputed: bool) -> None:
-        """Raise or warn if a recomputation cannot draw the same from these generators."""
         saved = self.saved(flags)
         self._drawing.add(flags)
         if alone and (saved or not recomputed):

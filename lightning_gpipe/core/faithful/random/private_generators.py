@@ -55,7 +55,6 @@ class PrivateGenerators:
         self._j = j
 
     def drawing(self, i: int) -> Manager:
-        """Redirect draws to the generator of micro-batch ``i``, newly seeded."""
         digest = blake2b(self._seed + f"{i},{self._j}".encode(), digest_size=8).digest()
         return _RedirectedDraws(int.from_bytes(digest), self)
 

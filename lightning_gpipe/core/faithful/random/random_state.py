@@ -97,7 +97,6 @@ class RandomState(NamedTuple):
         return before
 
     def writes(self) -> list[Write]:
-        """Return the writes that restore these states from a journal."""
         return [
             (ValueSlot(generator.get_state, generator.set_state), "state", state)
             for generator, state in zip(self.generators, self.states, strict=True)

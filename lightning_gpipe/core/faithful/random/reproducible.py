@@ -96,17 +96,13 @@ class RandomDraws:
     ) -> Outputs:
         """Run ``forward``, and run it again if it draws although it did not before.
 
-        Raises a RuntimeError if a recomputation would draw other numbers.
-
         Args:
             flags: The training flags of all modules.
             forward: Runs the stages, with private generators if it gets the shared ones.
-            generators: The shared generators, as they are now.
             snapshots: Captures the state that forward may change, to run it again: all of it if its
                 argument is True; None if nothing is recomputed. The stages guard the inputs.
             modes: Whether the caller has active function or dispatch modes: one more costs little
                 then, and a counter must not see the forward twice.
-            recomputed: Whether any micro-batch is recomputed.
         """
         if not self.shared:
             return forward(None)
@@ -145,16 +141,10 @@ class RandomDraws:
         generators: SharedGenerators,
         modes: bool,
     ) -> T:
-        """Run what cannot run again, and warn if that draws but did not before.
+        """Run what cannot run again, ``backward`` or ``step``, and warn if it draws unexpectedly.
 
-        Args:
-            kind: ``backward``, or ``step`` for a whole step with the caller's code.
-            flags, run: As for :meth:`run`.
-            generators: The shared generators. In a backward their states may change without a
-                draw: layers with activation checkpointing of their own set the state of before
-                forward, and at last that of another stage.
-            modes: Whether to use private generators in any case: there are active modes, or
-                forwards of the step will be recomputed.
+        In a backward the shared states may change without a draw: layers with checkpointing of
+        their own set the state of before forward. ``modes``: use private generators in any case.
         """
         if not self.shared:
             return run(None)

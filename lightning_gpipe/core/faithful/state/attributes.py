@@ -61,12 +61,10 @@ class Owners:
             return None
 
     def moved(self, before: Values) -> bool:
-        """Return whether any attribute is another object than before."""
         present = self.values()
         return present is None or not all(map(is_, _flat(before), _flat(present)))
 
     def attributes(self, values: Values) -> Iterator[tuple[Holder, dict[str, Any]]]:
-        """Yield each holder with its attributes of that time."""
         remaining = iter(values)
         for holder, names in zip(self.holders, self.names, strict=True):
             yield holder, dict(zip(names, next(remaining), strict=False)) if names else {}
@@ -96,10 +94,9 @@ class AttributeState:
             self._contents.append((slot, contents, expected))
 
     def compare(self, *, linked: bool) -> frozenset[Slot]:
-        """Return the attributes whose contents the run changed; may be called once.
+        """Return the attributes whose contents the run changed; raise if some were not saved.
 
-        ``linked``: layers use tensors that earlier runs left there, and their gradients. Raises a
-        RuntimeError if contents changed that were not saved.
+        ``linked``: layers use tensors that earlier runs left there, and their gradients.
         """
         owners, values, all_contents = self._owners, self._values, self._contents
         self._owners, self._values, self._contents = _NO_OWNERS, (), []  # they may hold much memory
@@ -128,12 +125,10 @@ class AttributeState:
         return frozenset(slot for slot, _ in changed)
 
     def restore(self) -> None:
-        """Restore the attributes and their contents; raises as :meth:`compare`."""
         self.compare(linked=True)
         Journal().write(self._writes)
 
     def swapped_in(self, journal: Journal) -> list[Manager]:
-        """Restore them for the duration of a ``with`` block that runs the forward again."""
         if not self._writes:
             return []
         return [Bracket(partial(journal.write, self._writes), partial(self._undo, journal))]

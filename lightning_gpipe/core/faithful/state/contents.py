@@ -97,7 +97,6 @@ class Contents:
                 self._arrays.append(_SavedArray(piece, piece.copy()))
 
     def moved(self, *, compared: bool) -> bool:
-        """Return whether they were changed; ``compared``: compare the values of tensors, too."""
         objects: list[SavedContainer | _SavedArray] = [*self._containers, *self._arrays]
         if any(each.moved for each in objects):
             return True
@@ -105,7 +104,6 @@ class Contents:
 
     @property
     def lost(self) -> bool:
-        """True if some contents were not saved."""
         pieces: list[SavedContainer | _SavedTensor] = [*self._containers, *self._tensors]
         return any(piece.copy is None for piece in pieces)
 
@@ -169,7 +167,6 @@ def has_contents(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether the value is a writable array of numbers in memory, small enough to copy."""
     if not isinstance(value, np.ndarray):
         return False
     fixed = isinstance(value, np.memmap) or not value.flags.writeable

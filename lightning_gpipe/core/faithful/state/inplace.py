@@ -55,16 +55,12 @@ class MutationGuard:
         return self._expected is not None and not self._expected
 
     def after(self, title: str) -> None:
-        """Record the inputs that the layer or step of this title edited."""
         for k, leaf, version in self._versions:
             if leaf._version != version and k not in self._editors:
                 self._editors[k] = title
 
     def close(self) -> None:
-        """Record the edited inputs of the first run; compare those of later runs.
-
-        Raises a RuntimeError if an input was edited that must not be, or was not copied.
-        """
+        """Record the edited inputs of the first run; raise if a later one edits others."""
         for k, editor in self._editors.items():
             if is_aliased(self._inputs[k]):  # in each run: who else gets a tensor may change
                 raise RuntimeError(
@@ -99,7 +95,6 @@ class MutationGuard:
 
 
 def _with_copies(leaves: list[Any], guarded: Sequence[int], copied: Collection[int]) -> list[Any]:
-    """Copy some of the leaves, and use each copy wherever the same tensor appears."""
     copies: dict[Hashable, Tensor] = {
         identity(leaves[k]): copy_marks(leaves[k], _copy(leaves[k]))
         for k in guarded

@@ -37,15 +37,11 @@ class ModuleState(NamedTuple):
 
     @staticmethod
     def capture(modules: Iterable[nn.Module], *, parameters: bool = False) -> ModuleState:
-        """Capture the whole state of some modules, with frozen parameters if asked."""
         behavior = Behavior(edited_parameters=None if parameters else frozenset())
         return StageState(modules, deferred=False).capture(behavior)
 
     def compare(self, behavior: Behavior) -> None:
-        """Keep what a run has changed, for its recomputation; the first run records it.
-
-        Raises a RuntimeError if something changed that earlier runs did not change.
-        """
+        """Keep what a run has changed, for its recomputation; raise if earlier runs did not."""
         self.buffers.compare(behavior)
         changed = self.attributes.compare(linked=behavior.captures)
         if self.parameters is not None:
@@ -63,7 +59,6 @@ class ModuleState(NamedTuple):
             self.generators.restore()
 
     def swapped_in(self, journal: Journal) -> list[Manager]:
-        """Return the context managers in which a recomputation starts from this state."""
         managers = self.buffers.swapped_in(journal)
         if self.parameters is not None:
             managers += self.parameters.swapped_in(journal)

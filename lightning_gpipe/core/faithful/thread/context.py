@@ -109,22 +109,17 @@ class Context(NamedTuple):
         return LazyManagers(lambda: (make() for make in self.missing()))
 
     def differences(self) -> list[str]:
-        """Return the names of the settings that are others on the calling thread."""
         here = Context.capture(torch.device(autocast.device_type) for autocast in self.autocast)
         return [name for field, name in _NAMES if getattr(self, field) != getattr(here, field)]
 
     def without_autocast(self) -> Context:
-        """Return this state without autocast, as for a backward."""
         if not any(autocast.enabled for autocast in self.autocast):
             return self
         off = tuple(autocast._replace(enabled=False) for autocast in self.autocast)
         return self._replace(autocast=off)
 
     def for_backward(self, *, recomputes: bool) -> Context:
-        """Return this state without context variables that would live until backward.
-
-        A recomputation gets them without the caller's own containers, see :mod:`.recomputing`.
-        """
+        """Return this state without context variables, or for a recomputation their copies."""
         variables = for_recomputation(self.variables) if recomputes else _NO_VARIABLES
         return self._replace(variables=variables)
 
@@ -144,11 +139,9 @@ class Context(NamedTuple):
 
     @property
     def saves_as_here(self) -> bool:
-        """True if the calling thread has the same hooks on the tensors that autograd saves."""
         return _top_hooks() == self.saved_tensors_hooks
 
     def saving(self) -> Manager:
-        """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""
         return _hooked(self.saved_tensors_hooks)
 
     @staticmethod
@@ -187,7 +180,6 @@ def _top_hooks() -> Hooks | None:
 
 
 def _hooked(hooks: Hooks | None) -> Manager:
-    """Apply ``hooks``, or none, in a ``with`` block on the calling thread."""
     if _autograd._top_saved_tensors_default_hooks(True) == hooks:  # on the hot path
         return NOTHING
     # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
@@ -273,6 +265,5 @@ def _positions() -> list[Any]:
 
 
 def _switched(wanted: Sequence[Any], here: Sequence[Any]) -> list[Callable[[], Manager]]:
-    """Return functions that make the context managers to give the switches these positions."""
     switches = zip(_SWITCHES, wanted, here, strict=True)
     return [partial(entered, mine) for (_, entered), mine, other in switches if mine != other]

@@ -34,7 +34,6 @@ class Streams(NamedTuple):
         return cls(streams, torch.cuda.current_device())
 
     def on(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the stream of a device; None for the CPU."""
         return self.streams[device.index] if device.type == "cuda" else None
 
     def entered(self) -> Manager:

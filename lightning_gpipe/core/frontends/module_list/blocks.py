@@ -54,10 +54,7 @@ class Block:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """A key of blocks that return the same structure for arguments of the same kind.
-
-        Classes and flags count, indices and sizes do not.
-        """
+        """A key of blocks that return the same structure; classes and flags count, sizes do not."""
         attributes = self.module.__dict__.copy().items()  # a worker may set one meanwhile
         flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]
         return type(self.module), self._classes, *flags

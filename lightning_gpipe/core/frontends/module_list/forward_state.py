@@ -84,7 +84,6 @@ class CallState:
         self._before = self._now()
 
     def check(self) -> None:
-        """Refuse what is another value now."""
         before, now, call = self._before, self._now(), self._call
         if names := [k for k in before | now if not _same(before.get(k), now.get(k))]:
             raise RuntimeError(

@@ -39,7 +39,6 @@ class _Session(threading.local):
         self.next = 0  # the index of the block to be called next
 
     def drop(self, reason: str) -> None:
-        """Forget a recording that will not run."""
         if self.recording is not None:
             self.recording.end(reason)
             self.recording = None
@@ -98,7 +97,6 @@ class BlockCalls:
                 session.drop("The forward that called these blocks has ended without all.")
 
     def block(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the call of block k, and run all if it is the last one."""
         block, session = self._blocks[k], self._session
         recording = session.recording
         try:
@@ -156,7 +154,6 @@ class BlockCalls:
     def _begin(
         self, session: _Session, block: Block, args: Any, kwargs: dict[str, Any]
     ) -> LoopRecording:
-        """Begin a new recording with a call of this block, which must be the first one."""
         tensors = [leaf for _, leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor)]
         if session.recording is not None:
             again = len(session.forwards) == session.depth > 0

@@ -24,8 +24,7 @@ _PROGRAMS = 8  # in memory of a tape: one for each choice of values that the for
 def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
     """Run the program of a recording in n stages, and make its placeholders tensors.
 
-    Placeholders that nothing refers to any more are not computed for the caller. Raises a
-    RuntimeError if a value in use has no rows.
+    Placeholders that nothing refers to any more are not computed for the caller.
     """
     wanted = {placeholder.number: placeholder for placeholder in recording.alive}
     program = _program(recording, wanted, n)
@@ -44,7 +43,6 @@ def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
 
 
 def _program(recording: LoopRecording, wanted: Mapping[int, Placeholder], n: int) -> Program:
-    """Return the program of a recording that returns these values."""
     tape, single = recording.tape, recording.samples.single
     key = single, tuple(wanted)
     if key not in tape.programs:

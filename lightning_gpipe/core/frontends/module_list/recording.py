@@ -47,16 +47,13 @@ class LoopRecording:
     Args:
         first: The tensor whose dim 0 is the rows of the mini-batch.
         history: What earlier forwards have shown; it grows.
-        device: The device of the placeholders' values.
         caches: The rule for objects that blocks fill.
         state: The state of the thread in which the forward began.
         rehearse: Runs calls of a stage on a few rows, for all processes.
 
     Attributes:
         inputs: The tensors from outside by number, and how they are cut.
-        samples: The values for a few rows.
         compares: Whether what calls see is compared with what they would see when they run.
-        end_reason: Why nothing can be recorded any more; empty before that.
     """
 
     def __init__(
@@ -106,7 +103,6 @@ class LoopRecording:
             state.check()
 
     def end(self, reason: str) -> None:
-        """Record nothing any more, and free everything."""
         self.end_reason = reason
         self._placeholders, self._states = [], []
         self._use(Tape())
@@ -141,10 +137,7 @@ class LoopRecording:
     def record(
         self, call: RecordedCall, arguments: tuple[Any, Any], check: Check | None = None
     ) -> Any:
-        """Record a call, or follow the tape; return what it will return, with placeholders.
-
-        ``check`` raises if what a rehearsal has shown cannot run in micro-batches.
-        """
+        """Record a call, or follow the tape; return what it will return, with placeholders."""
         self._latest = call
         if not self._count:
             self._first_kind = self.samples.single, kind_of_call(call, Arguments(arguments))
@@ -155,7 +148,6 @@ class LoopRecording:
         return self.answer(entry, arguments)
 
     def operator(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record an operator that the forward applies to a placeholder between two blocks."""
         line, name = current_line(), operators.title(func)
         if self.end_reason:
             raise RuntimeError(f"{self.end_reason} {name} at {line} uses what they return.")

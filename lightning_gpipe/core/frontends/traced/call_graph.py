@@ -27,22 +27,16 @@ class UnsupportedForward(TypeError):
 
 @dataclass(frozen=True, eq=False)
 class CallGraph:
-    """The steps of one kind of call of ``root``, in order, without the placeholders.
-
-    Attributes:
-        returned: The forward's result, with the nodes of ``outputs`` in it.
-        whole: For each module that could not be traced through, the reason.
-        reads: The constants that the forward read of modules and parameters.
-    """
+    """The steps of one kind of call of ``root``, in order, without the placeholders."""
 
     root: nn.Module
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
     outputs: Sequence[fx.Node]
-    returned: Any
+    returned: Any  # with the nodes of ``outputs`` in it
     modes: Modes
-    whole: dict[nn.Module, str]
-    reads: Reads
+    whole: dict[nn.Module, str]  # why each module that is one layer could not be traced through
+    reads: Reads  # the constants that the forward read of modules and parameters
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -53,10 +47,7 @@ class CallGraph:
 
 
 def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallGraph:
-    """Trace a call of ``forward``, the forward of ``root``, and leave ``root`` as it was.
-
-    Raises an UnsupportedForward if the forward of ``root`` itself cannot be traced.
-    """
+    """Trace a call of ``root`` and leave it as it was; raise UnsupportedForward if that fails."""
     whole: dict[nn.Module, str] = {}
     while True:
         before = ModuleSnapshot(root)

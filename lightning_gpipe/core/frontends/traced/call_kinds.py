@@ -34,7 +34,6 @@ class CallKind:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[CallKind, list[Tensor]]:
-        """Return the kind of a call, and the tensors that are its values."""
         kind = cls(args, kwargs)
         tensors = [leaf for leaf in kind._leaves if isinstance(leaf, Tensor)]
         kind._leaves = [
@@ -45,7 +44,6 @@ class CallKind:
 
     @classmethod
     def required(cls, forward: Callable[..., Any]) -> CallKind:
-        """Return the kind of a call with the required arguments of ``forward`` only."""
         parameters = inspect.signature(forward).parameters.values()
         required = [parameter for parameter in parameters if parameter.default is parameter.empty]
         return cls(

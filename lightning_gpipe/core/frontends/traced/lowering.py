@@ -37,10 +37,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class LoweredProgram:
-    """The program of a kind of call.
-
-    ``returned`` is the forward's result, with an :class:`Output` for each value.
-    """
+    """The program of a kind of call, and its result with an :class:`Output` for each value."""
 
     program: Program
     returned: Any
@@ -99,7 +96,6 @@ class _Lowering:
         self.steps.append(Step(run, args, number, j, kwargs, _name(node), node.meta["line"]))
 
     def _is_cut(self, argument: Any) -> bool:
-        """Return whether the rows of an argument are in its dim 0."""
         return isinstance(argument, fx.Node) and self._dims.get(argument) == 0
 
     def output(self, node: fx.Node) -> Value:

@@ -103,7 +103,6 @@ class Ownership:
 
     @classmethod
     def cut(cls, graph: CallGraph, units: Sequence[Unit], balance: Sequence[int]) -> Ownership:
-        """Find the stage of each layer, from the number of units in each stage."""
         own = cls(len(balance))
         stages = (j for j, size in enumerate(balance) for _ in range(size))
         calls: dict[nn.Module, list[int]] = {}
@@ -126,7 +125,6 @@ class Ownership:
                 now = max(now, self.owners.setdefault(layer, now))
 
     def stages(self, graph: CallGraph) -> dict[fx.Node, int]:
-        """Return the stage of each step, except reads of parameters and buffers."""
         stages: dict[fx.Node, int] = {}
         calls = self._calls(graph)
         for node, lead in zip(graph.nodes, leads(graph), strict=True):

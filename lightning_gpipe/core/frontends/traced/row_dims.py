@@ -111,7 +111,6 @@ def _rows_in(graph: CallGraph) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _check_numbers(graph: CallGraph, counts: set[fx.Node]) -> None:
-    """Raise UnsupportedForward if a number of rows is used as a value."""
     for node in counts:
         if node in graph.outputs:
             raise UnsupportedForward(_message(node, "returns it"))
@@ -121,7 +120,6 @@ def _check_numbers(graph: CallGraph, counts: set[fx.Node]) -> None:
 
 
 def _is_property(node: fx.Node) -> bool:
-    """Return whether a value is a size, a device or such, of another value."""
     if kind_of(node) in (ValueKind.NUMBER, ValueKind.SIZES):
         return True
     return node.target is getattr and node.args[1] in ("device", "dtype", "layout")
@@ -167,7 +165,6 @@ def _message(node: fx.Node, what: str) -> str:
 
 
 def _check_reductions(graph: CallGraph, rows: set[fx.Node]) -> None:
-    """Raise UnsupportedForward if a reduction over all rows is used beside values with ``rows``."""
     reduced: dict[fx.Node, fx.Node] = {}  # values computed from reductions alone, and of which
     for node in graph.nodes:
         sources = [x for x in node.all_input_nodes if x in reduced]
@@ -203,12 +200,10 @@ def _is_elementwise(name: str) -> bool:
 
 
 def _is_filled(node: fx.Node) -> bool:
-    """Return whether a step makes a tensor of sizes."""
     return function_name(node).removeprefix("new_") in _FILLED
 
 
 def _dim_of_size(node: fx.Node, counts: Container[Any]) -> int | None:
-    """Return the dim of the rows in a tensor that is made of sizes."""
     sizes: Any = node.args[function_name(node).startswith("new_") :]
     if sizes and isinstance(sizes[0], list | tuple):
         sizes = sizes[0]

@@ -45,10 +45,7 @@ class StageModules:
                 own.owners.update(dict.fromkeys(layer.modules(), partition.index))
 
     def slot(self, path: str, j: int) -> tuple[int, nn.Module, str] | None:
-        """Find the tensor at a path in the latest stage until ``j`` that has it.
-
-        Returns the stage, the module in it, and the name of the tensor in the module.
-        """
+        """Find the latest stage until ``j`` with the tensor at a path, and its module and name."""
         owner, name = _parent(self._root, path)
         for partition in reversed(self.partitions[: j + 1]):
             for layer in partition.layers:
@@ -72,7 +69,6 @@ class StageModules:
             self._hold(prefix, module)
 
     def _hold(self, prefix: str, module: nn.Module) -> None:
-        """Make holders of the tensors of a module that is on several stages."""
         last = self.own.n - 1
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -119,7 +115,6 @@ def _name_in(module: nn.Module, owner: nn.Module, name: str) -> str | None:
 
 
 def _readers(graphs: Sequence[CallGraph], own: Ownership) -> dict[str, set[int]]:
-    """Return the stages that read each parameter or buffer in a step, by its path."""
     readers: dict[str, set[int]] = {}
     for graph in graphs:
         stages = own.stages(graph)
@@ -133,7 +128,6 @@ def _readers(graphs: Sequence[CallGraph], own: Ownership) -> dict[str, set[int]]
 
 
 def _first_use(order: Mapping[str, int], path: str) -> int:
-    """Return the index of the first step in the graph that uses a path, or something in it."""
     inner = f"{path}."
     used = [k for name, k in order.items() if name == path or name.startswith(inner)]
     return min(used, default=len(order))

@@ -236,7 +236,6 @@ def _asks_for_class(frame: FrameType) -> bool:
 
 
 def _is_asserted(frame: FrameType) -> bool:
-    """Return whether the frame now evaluates the condition of an ``assert``."""
     code = list(dis.get_instructions(frame.f_code))
     here = next(k for k, step in enumerate(code) if step.offset == frame.f_lasti)
     jump = next((k for k in range(here, len(code)) if "JUMP" in code[k].opname), None)

@@ -34,7 +34,6 @@ class ModuleSnapshot:
         ]
 
     def restore(self) -> dict[nn.Module, list[str]]:
-        """Undo all changes, and return the names of the attributes that had any, by module."""
         changed: dict[nn.Module, list[str]] = defaultdict(list)
         for holder, name, saved in self._contents:
             if saved.moved:

@@ -66,7 +66,6 @@ class TracedCall:
         return self.dim not in numbers
 
     def sizes(self, name: str) -> Sequence[Any]:
-        """Return sizes or dims that follow the first argument, one by one or in a list."""
         rest = self.args[1:] or [self.kwargs.get(name, ())]
         return rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple) else rest
 

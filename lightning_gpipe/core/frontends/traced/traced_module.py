@@ -187,7 +187,6 @@ class _Programs:
 
 
 def _modules_of(graph: CallGraph, unit: Unit) -> nn.Module:
-    """Return the layers of a unit, and the parameters that its steps read."""
     named = dict(graph.root.named_parameters())
     paths = (str(source.target) for node in unit.nodes for source in node.all_input_nodes)
     read = nn.ParameterList(named[path] for path in paths if path in named)

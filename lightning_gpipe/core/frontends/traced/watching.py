@@ -206,7 +206,6 @@ def _functions_whole(tracer: fx.Tracer) -> Iterator[None]:
 
 @contextmanager
 def _same_randomness(root: nn.Module) -> Iterator[None]:
-    """Raise if random numbers are drawn, and undo that."""
     state = RandomState.of([*RandomState.capture().generators, *_generators([*root.modules()])])
     try:
         yield

@@ -91,7 +91,6 @@ def balances_for(
 def _unit_costs(
     criterion: str, measuring: LayerMeasurement, k: int, places: Sequence[Place]
 ) -> tuple[LayerCosts, Sequence[Place]]:
-    """Return the costs of the units of module ``k`` by a criterion, and the places for them."""
     if criterion == "parameters":
         return LayerCosts(measuring.modules[k].frontend.costs()), places
     profile = measuring.profiles[k].with_states(measuring.states)
@@ -103,7 +102,6 @@ def _unit_costs(
 
 
 def _places(criterion: str, measuring: LayerMeasurement, outside: int) -> list[Place]:
-    """Return the place of each stage, with the rest of the model, by a criterion."""
     n = len(measuring.devices)
     if criterion == "parameters":
         places = [Place()] * n

@@ -84,7 +84,6 @@ class LayerMeasurement:
         return [of_kind[_kind(device)] for device in self.devices]
 
     def at(self, chunks: int) -> ModelProfile:
-        """Measure the only module, in mini-batches of another number of micro-batches."""
         return self.measure(self.devices[0], chunks)[0]
 
     def most(self, chunks: int) -> int:
@@ -103,7 +102,6 @@ class LayerMeasurement:
         return self.entries()
 
     def measure(self, device: torch.device, chunks: int | None = None) -> list[ModelProfile]:
-        """Measure all modules on a device, or count their operations."""
         device = META if self.counts else device
         profiles = []
         for piped, entry in zip(self.modules, self._entries, strict=True):

@@ -24,22 +24,16 @@ AUTO: Literal["auto"] = "auto"
 
 
 class Resolved(NamedTuple):
-    """All settings of a pipeline, requested by the user or planned.
+    """All settings of a pipeline, requested by the user or planned."""
 
-    Attributes:
-        balances: The balance of each module; the number of units in each stage, once it is cut.
-        plan: The plan with these settings; None if the user requested all of them.
-        profiles: The costs of the layers of each module; empty if nothing was measured.
-    """
-
-    balances: list[Any]
+    balances: list[Any]  # of each module; once cut, the units of each stage
     chunks: int
     activation_checkpointing: ActivationCheckpointing
     order: ScheduleKind
     weights: Weights = "device"
     offload_activations: OffloadActivations = False
-    plan: Plan | None = None
-    profiles: Sequence[ModelProfile] = ()
+    plan: Plan | None = None  # None if the user requested all of it
+    profiles: Sequence[ModelProfile] = ()  # of each module; none if nothing was measured
 
     @property
     def split_backward(self) -> bool:
@@ -78,12 +72,10 @@ class Requested(NamedTuple):
 
     @property
     def planned(self) -> list[str]:
-        """The settings to plan, as the user wrote them."""
         return [f"{name}='auto'" for name, value in self._asdict().items() if value == AUTO]
 
     @property
     def needs_split_costs(self) -> bool:
-        """True if backwards may be split, so that their parts must be measured."""
         if self.schedule == AUTO or self.split_backward == AUTO:
             return True
         return ScheduleKind.of(self.schedule, split=self.split_backward).split

@@ -272,7 +272,6 @@ def _profiles(measuring: LayerMeasurement, chunks: int | None, stages: int) -> l
 
 
 def _place(device: torch.device, requested: Requested) -> Place:
-    """Return the memory of a device that a plan uses, and the speed of its bus if that matters."""
     place = Place(memory=_USABLE * memory_of(device))
     on_device = requested.weights == "device" and requested.offload_activations is False
     if device.type != "cuda" or on_device:

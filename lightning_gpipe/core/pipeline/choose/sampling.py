@@ -79,10 +79,7 @@ def calling(root: nn.Module, sample: Any) -> Callable[[], Any]:
 
 
 def entries_with(modules: Sequence[PipedModule], sample: Any) -> list[Entry]:
-    """Return the inputs of each pipeline if the model is called with a sample.
-
-    An nn.Sequential that is the model gets the sample as its only argument.
-    """
+    """Return the inputs of each pipeline if the model is called with a sample."""
     if sample is None:
         raise ValueError(
             "a balance by time or memory measures the layers on a mini-batch: got sample=None. "
@@ -103,10 +100,7 @@ def subject_of(
     *,
     by_rows: bool = True,
 ) -> Subject:
-    """Return a micro-batch to profile and, with ``by_rows``, one of about half of its rows.
-
-    ``beside`` are the other piped modules of the model.
-    """
+    """Return a micro-batch to profile and, with ``by_rows``, one of about half of its rows."""
     microbatching = microbatching or Rows(at_least=rows_needed(piped.module))
     pieces = microbatching.split(as_batch(entry.values), chunks)
     microbatches: dict[int, Any] = {}

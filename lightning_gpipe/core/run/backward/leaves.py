@@ -42,8 +42,7 @@ class UsedLeaves:
     ) -> Sequence[Tensor]:
         """Return the captured leaves in the graphs of a stage's outputs, where a search is needed.
 
-        The inputs are leaves of these graphs. ``captures`` is True if the stage may have captured
-        tensors from outside.
+        ``captures``: the stage may have captured tensors from outside.
         """
         if not (self.searching or captures):
             return ()
@@ -81,10 +80,7 @@ class UsedLeaves:
         return all(leaf is not p for each in self._shadows for p in each.parameters)
 
     def leaves(self, shared: Iterable[nn.Parameter] = ()) -> list[Tensor]:
-        """Return the used parameters that have values here, each once, and the captured leaves.
-
-        ``shared`` are parameters of stages of other processes that have values here too.
-        """
+        """Return the used and ``shared`` parameters that have values here, and captured leaves."""
         leaves: dict[int, Tensor] = {id(each): each for each in shared if each.requires_grad}
         for shadows in self._shadows:
             for parameter in shadows.parameters:

@@ -140,10 +140,7 @@ def saved_by(node: Any) -> tuple[str, ...]:
 def graph_behind(
     roots: Iterable[Root | None], *, until: Any = None
 ) -> tuple[list[Tensor], list[Any]]:
-    """Return the leaves that backward from ``roots`` would reach, and the nodes on the way.
-
-    Without the node ``until``, and the nodes behind it alone.
-    """
+    """Return the leaves and the nodes behind ``roots``, without those behind ``until`` alone."""
     leaves: list[Tensor] = []
     nodes: list[Any] = []
     waiting: list[Any] = []
@@ -195,19 +192,12 @@ def _shaped_as(output: Tensor, gradient: Tensor) -> Tensor:
 
 
 class Graph(NamedTuple):
-    """The nodes behind some outputs.
+    """The nodes behind some outputs."""
 
-    Attributes:
-        nodes: Each node once: the outputs' first, every other one after one that leads to it.
-        roots: The edges from which backward starts.
-        inputs: The nodes of the inputs.
-        shape: Equal for graphs of the same nodes, joined alike, that end in the same inputs.
-    """
-
-    nodes: Sequence[Any]
-    roots: Sequence[Edge]
-    inputs: Sequence[int]
-    shape: Hashable
+    nodes: Sequence[Any]  # each once: the outputs' first, every other after one that leads to it
+    roots: Sequence[Edge]  # from which backward starts
+    inputs: Sequence[int]  # the nodes of the inputs
+    shape: Hashable  # equal for graphs of the same nodes, joined alike, with the same inputs
 
     @classmethod
     def behind(cls, roots: Iterable[Root], inputs: Iterable[Any]) -> Graph:

@@ -41,29 +41,19 @@ class Operator(NamedTuple):
 
 
 class GraphPart(NamedTuple):
-    """A backward of W: the operators that share nodes on the way to the weights.
-
-    ``roots`` are the indices of outputs that depend on nothing but weights.
-    """
+    """A backward of W: the operators that share nodes on the way to the weights."""
 
     operators: tuple[Operator, ...]
-    roots: tuple[int, ...]
+    roots: tuple[int, ...]  # the indices of outputs that depend on nothing but weights
 
 
 class Split(NamedTuple):
-    """The split of a backward into B and W.
+    """The split of a backward into B and W."""
 
-    Attributes:
-        roots: The indices of the outputs from which B starts.
-        leaves: The leaves to which B goes: the inputs, and some weights.
-        parts: The backwards of W.
-        freed: The nodes whose saved tensors W does not need, with the names of these.
-    """
-
-    roots: tuple[int, ...]
-    leaves: tuple[Edge, ...]
-    parts: tuple[GraphPart, ...]
-    freed: tuple[tuple[int, tuple[str, ...]], ...]
+    roots: tuple[int, ...]  # the indices of the outputs from which B starts
+    leaves: tuple[Edge, ...]  # to which B goes: the inputs, and some weights
+    parts: tuple[GraphPart, ...]  # the backwards of W
+    freed: tuple[tuple[int, tuple[str, ...]], ...]  # by node, saved tensors that W needs not
 
 
 class Splits:

@@ -97,7 +97,6 @@ class StageBackward:
                 run_backward([root_of(leaf)], [gradient])
 
     def run_weights(self, i: int) -> None:
-        """Run W of micro-batch ``i``: accumulate the gradients of the weights that B has left."""
         if (backward := self._pending.pop(i, None)) is None:
             return
         try:

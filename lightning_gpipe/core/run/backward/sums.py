@@ -16,10 +16,8 @@ _NONE = None, None  # in the place of a leaf and its sum
 def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
     """Return the sum of each leaf's gradients on its device; None for a leaf without any.
 
-    ``pairs`` are leaves with gradients of theirs, of the same shape on any device. A leaf that is
-    not among ``leaves`` was used by a recomputation only, or by a stage without having been
-    registered with nn.Module: it accumulates its gradient here, because it is not an input of the
-    mini-batch's autograd node.
+    A leaf that is not among ``leaves`` was used by a recomputation only, or without having been
+    registered with nn.Module: it accumulates its gradient here, as no input of the node.
     """
     sum_of: dict[int, tuple[Tensor, Tensor]] = {}  # of each leaf by id: a hash of it is slow
     several: dict[int, list[Tensor]] = {}

@@ -52,7 +52,6 @@ class LostGradients:
                 self._inputs.append(weakref.ref(leaf))
 
     def check(self) -> None:
-        """Raise RuntimeError if a leaf has a gradient that nobody will take."""
         self.check_shadows()
         self.check_inputs([reference() for reference in self._inputs])
 
@@ -67,7 +66,6 @@ class LostGradients:
                 _refuse(self._stage, parameter, leaf)
 
     def warn_of_kept(self) -> None:
-        """Warn of tensors that layers keep with a graph that ends in these leaves."""
         leaves = {id(leaf) for reference, _ in self._leaves() if (leaf := reference()) is not None}
         if names := _names_of_kept(self._stage, leaves):
             warnings.warn(
@@ -134,14 +132,10 @@ class UnfinishedMiniBatches:
 
     @property
     def awaited(self) -> bool:
-        """True if the backward of a mini-batch can still run."""
         return any(minibatch() is not None for minibatch, _ in self._forwards)
 
     def settle(self) -> None:
-        """Let gradients raise that arrive in mini-batches that are gone.
-
-        Raises a RuntimeError if one has arrived there, or in the latest mini-batch.
-        """
+        """Let gradients raise that arrive in mini-batches that are gone, or have arrived there."""
         if not self._forwards:
             return
         latest = self._forwards[-1]

@@ -35,10 +35,7 @@ class _Shared(NamedTuple):
 
 
 class SideChannels:
-    """Compares objects that modules of several stages hold, in the first mini-batches.
-
-    Partitions of other processes have copies of the shared objects.
-    """
+    """Compares objects that modules of several stages hold, in the first mini-batches."""
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self._partitions = partitions

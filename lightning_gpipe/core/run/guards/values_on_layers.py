@@ -121,7 +121,6 @@ class ValuesOnLayers:
                     self._places[f"{path}.{name}"] = slots, name
 
     def _changed(self, values: dict[str, list[Any]]) -> str | None:
-        """Return the name of a value that differs from micro-batch 0's."""
         for name, items in values.items():
             first = self._first.get(name, [])
             if len(items) != len(first) or not all(map(_equal, items, first)):

@@ -63,7 +63,6 @@ class VisitingWeights(ABC):
         """Give the copies memory and begin to fill it; return what waits for the values."""
 
     def load(self) -> None:
-        """Begin to bring the weights to the device, beside what it computes."""
         try:
             with plain_operators():
                 self._wait = self._bring()
@@ -74,7 +73,6 @@ class VisitingWeights(ABC):
         self._weight_of = {memory_of(part.copy): k for k, part in enumerate(self._parts)}
 
     def await_values(self) -> None:
-        """Let the device wait for the weights before it computes more."""
         if self._wait is not None:
             self._wait()
             self._wait = None

@@ -54,11 +54,9 @@ class HostActivations:
         return keep, partial(_unpack, unpack)
 
     def leave(self, i: int) -> None:
-        """Begin to copy the tensors that autograd has saved for micro-batch ``i`` to the host."""
         self._move(i, _alive(self._saved.pop(i, ())), 1)
 
     def take(self, i: int, inputs: FlatTree) -> FlatTree:
-        """Begin to copy inputs of micro-batch ``i`` to the host; return what keeps them."""
         kept = [_Kept(leaf) if self._may_leave(leaf) else None for leaf in inputs.leaves]
         self._move(i, [each for each in kept if each is not None], 2)
         pairs = zip(kept, inputs.leaves, strict=True)
@@ -66,13 +64,11 @@ class HostActivations:
         return FlatTree(leaves, inputs.spec)
 
     def fetch(self, i: int) -> None:
-        """Begin to copy the tensors that micro-batch ``i`` needs back to the device."""
         for memory in _alive(self._away.pop(i, ())):
             memory.fetch()
             self._coming[i] = self._copies.latest
 
     def await_values(self, i: int) -> None:
-        """Let the device wait for the copies of :meth:`fetch` before it computes more."""
         if (event := self._coming.pop(i, None)) is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 

@@ -63,10 +63,7 @@ class Coroutine:
         return self._greenlet.parent.switch(value)
 
     def close(self) -> None:
-        """End it where it is suspended; its ``finally`` blocks run, and may raise.
-
-        Code that catches this, and is suspended again, goes no further.
-        """
+        """End it for good where it is suspended; its ``finally`` blocks run, and may raise."""
         if not self._greenlet.dead:
             with suppress(RunCancelled):
                 self._greenlet.throw(RunCancelled)

@@ -33,20 +33,13 @@ LOSS_WEIGHT = "loss_weight"  # in a dict that the caller's code returns, beside 
 
 
 class Total(NamedTuple):
-    """The loss of a mini-batch, in no graph.
-
-    Attributes:
-        seed: The gradient of all backwards.
-        scale: The seed for the sum of the weights, had it been known.
-        estimated: Whether seed and scale differ.
-        requires_grad: Whether a loss does, perhaps only for parameters of other processes.
-    """
+    """The loss of a mini-batch, in no graph."""
 
     value: Tensor
-    seed: Tensor
-    scale: Tensor
-    estimated: bool
-    requires_grad: bool
+    seed: Tensor  # the gradient of all backwards
+    scale: Tensor  # the seed, had the sum of the weights been known
+    estimated: bool  # whether these differ
+    requires_grad: bool  # perhaps only for parameters of other processes
 
     @property
     def correction(self) -> Tensor | None:
@@ -57,11 +50,7 @@ class Total(NamedTuple):
 
 
 class Losses:
-    """The losses of one mini-batch, of ``m`` micro-batches.
-
-    ``rows`` are None if they are not known. ``scale`` is the factor of the gradients, as of a
-    gradient scaler; a float or a 0-dim tensor.
-    """
+    """The losses of ``m`` micro-batches; ``scale`` is the factor of a gradient scaler."""
 
     def __init__(self, m: int, rows: Sequence[int] | None, scale: float | Tensor = 1.0) -> None:
         self._m = m
@@ -76,11 +65,7 @@ class Losses:
         self._requires_grad = False
 
     def add(self, i: int, result: Any) -> tuple[Tensor, Tensor] | None:
-        """Add the result of the caller's code for micro-batch ``i``.
-
-        Return the loss in its graph, and the gradient from which its backward starts; None if there
-        is no backward.
-        """
+        """Add the result for micro-batch ``i``; return the loss in its graph and its gradient."""
         loss, weight_of_code = loss_and_weight(result)
         if loss is None:
             self._skipped.append(i)
@@ -166,11 +151,7 @@ class Losses:
 
 
 def loss_and_weight(result: Any) -> tuple[Tensor | None, Any]:
-    """Return the loss and the unchecked weight in a result of the caller's code, or None for each.
-
-    Raises a TypeError if the result has no loss and is not None, and a RuntimeError if the loss has
-    several elements.
-    """
+    """Return the loss and the unchecked weight in a result of the caller's code, if any."""
     if result is None:
         return None, None
     loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -205,10 +186,9 @@ def _beside(loss: Tensor, number: float | Tensor) -> Tensor:
 def with_known_gradients(
     value: Tensor, pairs: Sequence[Pair], seed: Tensor, streams: Streams
 ) -> Tensor:
-    """Return a loss with a ``value`` whose backward hands over known gradients.
+    """Return a loss whose backward hands over these gradients, and edits them.
 
-    The ``pairs`` have each leaf once; their gradients will be edited. They are right for ``seed``
-    as the gradient of the loss, and proportional to it.
+    They are right for ``seed`` as the gradient of the loss, and proportional to it.
     """
     if not pairs:  # all are in other processes, or code that nn.Module does not know has them
         pairs = [(torch.zeros((), requires_grad=True), torch.zeros(()))]

@@ -80,7 +80,6 @@ class OutsideGradients:
         run_backward(shadows, sums)
 
     def check(self) -> None:
-        """Raise RuntimeError if hooks were registered, or a gradient was accumulated."""
         hooked = next(filter(has_hooks, [*self._parameters, *self.leaves]), None)
         if hooked is not None:
             raise RuntimeError(

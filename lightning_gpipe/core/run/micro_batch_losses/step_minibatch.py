@@ -110,10 +110,7 @@ class StepMiniBatch(MiniBatchRun):
         return with_known_gradients(total.value, known, seed, self.streams)
 
     def _outside_gradients(self) -> list[Pair]:
-        """Return the gradients that do not come from stages, with parameters for shadows.
-
-        The code meets shadows in the graphs of tensors that layers have kept.
-        """
+        """Return the gradients that do not come from stages, of parameters in place of shadows."""
         pairs = self._outside.take_gradients()
         for stage_pass in self.passes:
             stage_pass.lost_gradients.check_inputs_captured({id(leaf) for leaf, _ in pairs})

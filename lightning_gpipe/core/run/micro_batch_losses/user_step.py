@@ -82,7 +82,6 @@ class Call(NamedTuple):
     told: bool
 
     def alike(self, other: Call) -> bool:
-        """Return True if stages run the same for another call."""
         return (self.program, self.terms) == (other.program, other.terms)
 
 
@@ -148,9 +147,8 @@ class UserStep:
     def call(
         self, inputs: FlatTree, program: Program, *, terms: bool = False, told: bool = False
     ) -> Presented:
-        """Call the pipeline from this code.
+        """Call the pipeline from this code; return outputs and loss terms in the caller's graph.
 
-        Return the outputs and, with ``terms``, the loss terms of layers, in the caller's graph.
         A sum is scaled up by as much as the weight of this loss will scale it down.
         """
         i = self.running
@@ -224,7 +222,6 @@ class UserStep:
             self._coroutines[i].close()
 
     def skip(self, i: int) -> None:
-        """Refuse a result of micro-batch ``i``, for which the code returned without a call."""
         if self.results[i] is not None:
             raise RuntimeError(
                 "training_step must call the pipeline once for each micro-batch: got a result for "

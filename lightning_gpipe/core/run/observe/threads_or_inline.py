@@ -37,39 +37,24 @@ def check_threads(threads: object) -> None:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of the comparison; times in seconds of a micro-batch on a stage.
+    """The bounds of the comparison; times in seconds of a micro-batch on a stage."""
 
-    Attributes:
-        rounds: The most mini-batches that run each way.
-        again: The mini-batches after which the comparison begins again.
-        kinds: The most kinds of mini-batches that are told apart.
-        clear: A ratio of two times that is no accident.
-        heavy: The multiplications from which the first mini-batch runs on threads.
-        large: The time from which threads are faster, unless something keeps them from computing.
-        small: The time up to which one thread is faster: to wake another one takes as long.
-        overhead: The most that threads compute more than one thread does.
-    """
-
-    rounds: int = 3
-    again: int = 1000
-    kinds: int = 16
-    clear: float = 1.2
-    heavy: float = 1e6
-    large: float = 1e-3
-    small: float = 1e-4
-    overhead: float = 1e-4
+    rounds: int = 3  # the most mini-batches that run each way
+    again: int = 1000  # mini-batches after which the comparison begins again
+    kinds: int = 16  # the most kinds of mini-batches that are told apart
+    clear: float = 1.2  # a ratio of two times that is no accident
+    heavy: float = 1e6  # multiplications from which the first mini-batch runs on threads
+    large: float = 1e-3  # from which threads are faster, unless something keeps them from computing
+    small: float = 1e-4  # up to which one thread is faster: to wake another one takes as long
+    overhead: float = 1e-4  # the most that threads compute more than one thread does
 
 
 class RunTimes(NamedTuple):
-    """The times of a mini-batch of some kind with threads and with one thread, in seconds.
-
-    ``clear`` is True if mini-batches of the faster way were enough, so that the other time is a
-    guess.
-    """
+    """The times of a mini-batch of some kind with threads and with one thread, in seconds."""
 
     threads: float
     inline: float
-    clear: bool = False
+    clear: bool = False  # mini-batches of the faster way were enough; the other time is a guess
 
     @property
     def faster(self) -> bool:
@@ -88,15 +73,11 @@ class RunTimes(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """The way in which a mini-batch runs.
+    """The way in which a mini-batch runs."""
 
-    ``computed`` gets the seconds of processor time that each worker's thread takes in each phase;
-    ``timed`` is the context manager around each phase.
-    """
-
-    computed: list[float]
+    computed: list[float]  # seconds of processor time of each worker's thread in each phase
     inline: bool = THREADS
-    timed: Manager = NOTHING
+    timed: Manager = NOTHING  # around each phase
 
 
 class ThreadsOrInline:
@@ -169,7 +150,6 @@ class RunnerComparison:
         return self._next
 
     def add(self, inline: bool, seconds: float, computed: float) -> None:
-        """Add the time of a mini-batch and the processor time of its threads, in seconds."""
         if self.times is not None and self._since < self._bounds.again:
             return  # it began before the comparison ended
         self._seconds[inline].append(seconds)

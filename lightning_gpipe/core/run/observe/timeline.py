@@ -123,30 +123,18 @@ def length_of(schedule: Schedule, spans: Iterable[Span]) -> float:
 
 @dataclass(frozen=True)
 class Observation:
-    """The times of a mini-batch, in seconds.
-
-    Attributes:
-        schedule: The schedule.
-        length: The time in which the pipeline ran, forward and backward.
-        bubble: The share of it in which a worker was idle.
-        busy: The time in which each stage was busy.
-        waits: The time in which the worker of each stage was idle.
-        caller: The time in which the caller's code ran beside the stages; None if it had no row.
-    """
+    """The times of a mini-batch, in seconds."""
 
     schedule: Schedule
-    length: float
-    bubble: float
-    busy: tuple[float, ...]
-    waits: tuple[float, ...]
-    caller: float | None = None
+    length: float  # in which the pipeline ran, forward and backward
+    bubble: float  # the share of it in which a worker was idle
+    busy: tuple[float, ...]  # of each stage
+    waits: tuple[float, ...]  # in which the worker of each stage was idle
+    caller: float | None = None  # of its code beside the stages; None without a row
 
     @classmethod
     def of(cls, timeline: Timeline, spans: Sequence[Span] | None = None) -> Observation | None:
-        """Return the times of a mini-batch; None if it had no backward, as in an evaluation.
-
-        ``spans`` are the actions of all processes, if there are several.
-        """
+        """Return the times by the spans of all processes; None if there was no backward."""
         schedule, spans = timeline.schedule, timeline.spans if spans is None else spans
         if not any(span.action.kind is Kind.BACKWARD for span in spans):
             return None

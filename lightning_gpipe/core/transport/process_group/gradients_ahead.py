@@ -130,7 +130,6 @@ class GradientsAhead:
                 self._send(to, FlatTree([]))
 
     def _after(self, rank: int, mail: Mail) -> dict[Action, _Announced]:
-        """Return the gradients after this one that are announced with it."""
         ahead: dict[Action, _Announced] = {}
         size = 0
         if self._next is None:
@@ -152,7 +151,6 @@ class GradientsAhead:
 
 
 def _pairs(layout: Layout, phase: Schedule) -> Iterator[tuple[Action, Action]]:
-    """Yield each gradient for another process, with the next one between the same two workers."""
     for w in layout.workers_here:
         rows: dict[int, list[Action]] = {}
         for action in phase.rows[w]:
@@ -164,7 +162,6 @@ def _pairs(layout: Layout, phase: Schedule) -> Iterator[tuple[Action, Action]]:
 
 
 def _bytes_of(gradient: Tensor | None, form: DenseForm, gpu: int) -> Tensor:
-    """Return the values of a gradient as bytes, in the memory that its receiver has for them."""
     if gradient is not None and is_dense(gradient):
         found, content = form_and_bytes(gradient, form.gpus)
         if found == form:

@@ -31,12 +31,8 @@ _JOIN = 5.0  # seconds
 class Heartbeat:
     """Sends beats to the neighbours, and reports those that are silent.
 
-    Args:
-        lost_after: How long a process may be silent.
-        start: How many times as long it may be before it is heard for the first time.
-        on_silent: Called with the ranks of those that are lost, once for each.
-        send: Sends a beat to each.
-        on_beat: Called after each beat.
+    ``lost_after`` is how long a process may be silent, and ``start`` how many times as long before
+    it is heard for the first time. ``on_silent`` is called once with each that is lost.
     """
 
     def __init__(

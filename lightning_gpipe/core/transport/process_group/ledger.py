@@ -72,16 +72,7 @@ def run_of(serial: int) -> int:
 
 
 class Ledger:
-    """Counts exchanges, and records failures; used by one thread at a time.
-
-    Attributes:
-        failed: The number of runs that have failed.
-        begun: The number of exchanges begun since then.
-        closed: The number of times that this process has closed.
-        ends: The number of times that it has ended.
-        lost: The first loss of a process, after which nothing works; None before.
-        lost_ranks: The processes that cannot be reached.
-    """
+    """Counts exchanges, and records failures; used by one thread at a time."""
 
     def __init__(self) -> None:
         self.failed = 0
@@ -98,7 +89,6 @@ class Ledger:
 
     @property
     def serial(self) -> int:
-        """The number of the present exchange, or of the last one."""
         return self.failed << _BITS | self.begun
 
     @property
@@ -108,7 +98,6 @@ class Ledger:
 
     @property
     def has_failed(self) -> bool:
-        """True from a failure of this process until its next exchange."""
         return self.failed > 0 and self.begun == 0
 
     def fail(self, *, running: bool) -> tuple[int, bool]:
@@ -158,10 +147,7 @@ class Ledger:
         self.ends += 1
 
     def record_end(self, rank: int, times: int) -> bool:
-        """Record that another process has ended for the ``times``-th time.
-
-        Return True if this one has ended as often, so both may start.
-        """
+        """Record another process's ``times``-th end; return True if this one has ended as often."""
         self._ends_of[rank] = times
         return times <= self.ends
 

@@ -62,9 +62,6 @@ class Office:
         ranks: Their global ranks.
         lost_after: How long a process may be silent until it is lost.
         store: The store where GPUs of two processes find one another; None if no two will.
-
-    Attributes:
-        on_lost: Called with the global ranks that are lost, and how, if not None.
     """
 
     def __init__(
@@ -161,7 +158,6 @@ class Office:
         OWN.end(self._runs)
 
     def failure(self, within: float) -> Failure | None:
-        """Wait some seconds for a failure of another process since the last exchange."""
         with self._lock:
             self._changed.wait_for(lambda: self.ledger.failure_next, within)
             return self.ledger.failure_next
@@ -307,7 +303,6 @@ class Office:
                 link.start()
 
     def _hear_news(self, rank: int, header: Header, text: str) -> None:
-        """Record how a process has failed, closed or ended, and pass it on, if it is news."""
         with self._lock:
             if not self._is_news(header):
                 return

@@ -44,13 +44,11 @@ class Requests:
         self._asked.add(request)
 
     def to_parent(self) -> _Told:
-        """Return the answers of this process and those below it, for a heartbeat."""
         with self._lock:
             self._answer()
             return {k: (self._times.get(k, 0), *self._answers(k)) for k in self._ends}
 
     def to_children(self) -> _Told:
-        """Return the requests of the root and the steps that it knows, for a heartbeat."""
         with self._lock:
             self._answer()
             return {**self._above}
@@ -106,7 +104,6 @@ class Requests:
             self._above[request] = (times, *known)
 
     def _answers(self, request: str) -> tuple[int, int]:
-        """Return the number of answers of this process and those below it, and the latest."""
         below = [each[request] for each in self._below.values() if request in each]
         present = [each for each in below if each[0] == self._times.get(request, 0)]
         ends = [self._ends[request], *(step for _, _, step in present)]

@@ -231,7 +231,6 @@ class ProcessGroupExchange(LocalExchange):
         return gpus.pair(devices.pop(), self._layout.placement[j])
 
     def _moved(self, mail: Mail) -> Parcel:
-        """Copy the tensors of a value that go to the device of its stage."""
         leaves = list(mail.value.leaves)
         places = [k for k, moves in enumerate(mail.on_device) if moves]
         if mail.ready is not None or not places:  # it came straight, or stays on the host
@@ -271,7 +270,6 @@ class ProcessGroupTransport(Transport):
             self._inline._forms = self._forms
 
     def start(self) -> None:
-        """Receive, and expect heartbeats of the other processes, from now on."""
         self._office.open()
 
     @override

@@ -47,7 +47,6 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """The number of steps from the root to the process that is farthest from it."""
         place, steps = self.size - 1, 0
         while place > 0:
             place, steps = (place - 1) // self.fan_out, steps + 1

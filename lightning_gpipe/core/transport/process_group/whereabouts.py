@@ -51,23 +51,14 @@ _COLLECTIVES = str(Path(torch.distributed.__file__).parent)
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """The present operation of one process, and the line of the user's code that runs.
+    """The present operation of one process, and the line of the user's code that runs."""
 
-    Attributes:
-        line: The line of the user's code that runs; empty if there is none.
-        purpose: The thing that the process waits for; empty if it does not wait for others.
-        group: The group whose operation this is; empty if it is an unknown one.
-        number: The number of the operation in its group.
-        ranks: The global ranks of the group, see :func:`ranges_of`.
-        begun: The number of the last operation begun in each group.
-    """
-
-    line: str = ""
-    purpose: str = ""
-    group: str = ""
-    number: int = 0
-    ranks: Sequence[Sequence[int]] = ()
-    begun: Mapping[str, int] = field(default_factory=dict)
+    line: str = ""  # empty if no code of the user's runs
+    purpose: str = ""  # what the process waits for; empty if it does not wait for others
+    group: str = ""  # whose operation this is; empty if it is an unknown one
+    number: int = 0  # of the operation in its group
+    ranks: Sequence[Sequence[int]] = ()  # of the group, see ranges_of
+    begun: Mapping[str, int] = field(default_factory=dict)  # the last operation begun in each group
 
     def waits_for(self, rank: int, other: Whereabouts) -> bool:
         """Return True if this process waits until another one comes, which waits itself."""
@@ -149,13 +140,11 @@ class Waits:
         self._in_vain = ""  # the same
 
     def observe(self, own: Whereabouts) -> None:
-        """Record the operation of this process, at each beat."""
         latest = json.dumps(asdict(own))
         self._beats = self._beats + 1 if latest == self._latest else 0
         self._latest = latest
 
     def to_parent(self) -> list[Any]:
-        """Return the operations of this process and those below it."""
         entries = self._entries()
         still = [entry for entry in entries if entry[1]]
         moving = [entry for entry in entries if not entry[1]]
@@ -256,6 +245,5 @@ def users_line(frame: FrameType | None = None) -> str:
 
 
 def _collective(frame: FrameType | None) -> str:
-    """Return the name of the function of torch.distributed that a thread waits in, if it does."""
     inside = frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES)
     return f"{frame.f_code.co_name} of torch.distributed" if frame and inside else ""

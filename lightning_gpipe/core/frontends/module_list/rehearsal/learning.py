@@ -50,11 +50,10 @@ class Learner:
     def learn(
         self, call: RecordedCall, arguments: Arguments, check: Check | None = None
     ) -> tuple[Knowledge, Arguments, dict[Path, Reading], Trial | None]:
-        """Return the knowledge about a call; rehearse it if it is of a new kind.
+        """Return the knowledge about a call, after a rehearsal if it is of a new kind.
 
-        Return also its arguments without objects that must not be filled, the readings of the
-        tensors from outside, and the rehearsal if there was one. ``check`` raises if what that has
-        shown cannot run in micro-batches.
+        With it come its arguments without objects that must not be filled, the readings of tensors
+        from outside, and the rehearsal. ``check`` raises if that cannot run in micro-batches.
         """
         key, trial = kind_of_call(call, arguments), None
         knowledge = self.knowledge.get(key)
@@ -81,10 +80,7 @@ class Learner:
         return knowledge, arguments, readings, trial
 
     def reading(self, tensor: Tensor, learned_reading: Reading | None) -> Reading | None:
-        """Return how a tensor from outside is cut, or None if a rehearsal must show it.
-
-        ``learned_reading`` is that of an earlier tensor in its place.
-        """
+        """Return how a tensor from outside is cut, or None if a rehearsal must show it."""
         if tensor is self.first:
             return 1
         if self.samples.single or not reads_as_rows(tensor, self.samples.rows):
@@ -117,7 +113,6 @@ class Learner:
     def _readings(
         self, arguments: Arguments, knowledge: Knowledge | None
     ) -> tuple[dict[Path, Reading], list[Path]]:
-        """The readings of the tensors from outside, and those that must be learned."""
         readings: dict[Path, Reading] = {}
         unknown: list[Path] = []
         learned_readings = {} if knowledge is None else knowledge.readings

@@ -32,10 +32,7 @@ def map_leaves(function: Callable[[Path, Any], Any], tree: Any) -> Any:
 
 
 class Arguments:
-    """The arguments of a call, ``(args, kwargs)``: their leaves, with their paths, and structure.
-
-    The structure is equal for trees with leaves in equal places of equal containers.
-    """
+    """The arguments of a call, ``(args, kwargs)``: their leaves with their paths, and structure."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
@@ -45,7 +42,6 @@ class Arguments:
         self.structure = tuple(nodes)
 
     def same_containers(self) -> bool:
-        """Return whether the containers hold now what they held then."""
         now = Arguments(self.tree)
         pairs = zip(self.leaves, now.leaves, strict=False)
         return self.structure == now.structure and all(x is y for (_, x), (_, y) in pairs)

@@ -39,16 +39,12 @@ class TensorLeaf:
 
     @property
     def cut(self) -> Cut:
-        """Its reading, the dim of its rows, and whether they are the inner part of that."""
         return self.reading, self.dim, self.inner
 
 
 @dataclass(frozen=True)
 class Result:
-    """The structure of what a call returns.
-
-    A leaf is a :class:`TensorLeaf`, a :class:`ReturnedArgument`, or a constant.
-    """
+    """The structure of what a call returns; a leaf may also be a constant."""
 
     spec: Any
     leaves: tuple[Any, ...]
@@ -120,17 +116,13 @@ class Knowledge:
 
     @property
     def complete(self) -> bool:
-        """True if it is known which results have rows."""
         return all(getattr(leaf, "reading", 0) is not None for leaf in self.result.leaves)
 
 
 def checked_result(
     name: str, expected: Result, objects: Sequence[tuple[Path, Any]], result: Any
 ) -> Any:
-    """Return the tensor that a call returned in a stage, or the leaves of its tree.
-
-    ``objects`` are the arguments other than tensors, which may be returned.
-    """
+    """Return the tensor that a call returned in a stage, or the leaves of its tree."""
     if expected.single and type(result) is Tensor:
         return result
     result = with_returned_arguments(result, objects)

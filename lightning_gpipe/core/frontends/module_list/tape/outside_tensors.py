@@ -70,7 +70,6 @@ class OutsideTensors:
         call: RecordedCall,
         tape: Tape,
     ) -> OutsideTensor:
-        """Return what stands for a tensor among the arguments of a call on a tape."""
         key = id(tensor), reading
         if key not in self._numbers:
             self._numbers[key] = tape.new()

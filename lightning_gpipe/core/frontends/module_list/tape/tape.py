@@ -98,7 +98,6 @@ class Tape:
         leaves: Sequence[Any],
         knowledge: Knowledge,
     ) -> int:
-        """Add a call, whose arguments have these leaves on the tape; return its result's number."""
         values = (Value(leaf.number) if type(leaf) is OutsideTensor else leaf for leaf in leaves)
         args, kwargs = arguments.with_leaves(values)
         number, objects = self.new(), arguments.objects
@@ -129,7 +128,6 @@ class Tape:
         return numbers
 
     def until(self, k: int) -> Tape:
-        """Return an open tape with the first k calls."""
         tape = Tape()
         tape.entries = self.entries[:k]
         tape.count = count = tape.entries[-1].count if k else 0
@@ -140,20 +138,14 @@ class Tape:
 
 @dataclass
 class History:
-    """The knowledge and the tapes of earlier forwards in one state of the thread.
-
-    ``tapes`` are by the kind of the first call.
-    """
+    """The knowledge and the tapes of earlier forwards, by the kind of the first call."""
 
     knowledge: dict[Hashable, Knowledge] = field(default_factory=dict)
     tapes: dict[Hashable, Tape] = field(default_factory=dict)
 
 
 def same_arguments(expected: Any, tree: Any, recording: Any) -> bool:
-    """Return whether the arguments of a call are those of a recorded one.
-
-    ``recording`` is the LoopRecording that follows a tape.
-    """
+    """Return whether the arguments of a call are those of a recorded one."""
     kind = type(expected)
     if kind is Value:
         return (

@@ -78,8 +78,7 @@ def choose_interface(main_address: str) -> None:
 def own_addresses(other: str) -> list[str]:
     """Return the address by which machines that reach ``other`` reach this one, or all candidates.
 
-    ``other`` is the name or the address of a machine that all reach, which may be this one. Raises
-    an OSError if no interface leads to it.
+    Raises an OSError if no interface leads to it.
     """
     family, kind, _, _, address = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

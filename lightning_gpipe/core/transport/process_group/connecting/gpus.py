@@ -52,7 +52,6 @@ class GpuTable:
             store.set(str(worker), json.dumps(gpu))
 
     def pair(self, device: torch.device, worker: int) -> GpuPair | None:
-        """Return the GPUs if tensors go straight from a device to that of a worker, or None."""
         key = device, worker
         if key not in self._pairs:
             self._pairs[key] = self._pair_of(Gpu.of(device), worker)

@@ -49,13 +49,7 @@ def rank_among(
     group: dist.ProcessGroup | None,
     lost_after: timedelta | None = None,
 ) -> int:
-    """Return the rank of this process among those of a pipeline, or 0 if it has one only.
-
-    Args:
-        owners: For each worker, the rank of the process that runs it; None for this process.
-        workers: How many there are.
-        group: The process group of these ranks; None for all processes.
-        lost_after: How long a process may be silent until it is lost; None for 30 seconds.
+    """Return the rank of this process among the owners of the workers, or 0 if it owns all.
 
     Raises:
         ValueError: If the owners do not fit the workers or the group, or ``lost_after`` is not
@@ -97,18 +91,9 @@ def join_processes(
     pipelines: Sequence[str],
     devices: Mapping[int, torch.device] | None = None,
 ) -> Connection:
-    """Connect the processes of pipelines, all at once.
+    """Connect the processes of pipelines that are made together.
 
     A process that may refuse them does so before: the others would lose it while they connect.
-
-    Args:
-        group: The process group; None for all processes.
-        lost_after: How long a process may be silent until it is lost; None for 30 seconds.
-        pipelines: The names of the pipelines, which are made together.
-        devices: The devices of this process's workers, by worker.
-
-    Raises:
-        RuntimeError: If others do not come, or cannot be reached.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     peers = Peers(dist.group.WORLD, tuple(ranks), lost_after or _LOST_AFTER)

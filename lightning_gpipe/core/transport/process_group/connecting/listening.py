@@ -44,11 +44,10 @@ def _addresses(host: str, timeout: timedelta) -> list[str]:
 
 
 def listen(host: str, port: int, timeout: timedelta) -> socket.socket | None:
-    """Return a socket that listens at one address of this machine only.
+    """Return a socket that listens at one address of this machine only, by which others reach it.
 
-    ``host`` is the name or the address by which others reach this machine. The result is None if it
-    does not say at which address the others come, since it is that of a gateway, or leads to a
-    loopback address on this machine only. Raises a RuntimeError if another program listens there.
+    The result is None if ``host`` does not say at which address the others come, since it is that
+    of a gateway, or leads to a loopback address on this machine only.
     """
     addresses = resolve(host, timeout)
     if is_loopback(addresses[0]) and host not in ("localhost", *addresses):

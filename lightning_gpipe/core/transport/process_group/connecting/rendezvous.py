@@ -47,13 +47,8 @@ def store_barrier(
     one that torchrun has ended, are no answers. A collective would wait for as long as the user's
     process group does, and not name the missing.
 
-    Args:
-        ranks: The global ranks of the processes.
-        rank: The number of this process among them.
-        timeout: How long to wait for the others; then a RuntimeError names the missing.
-        purpose: The reason for the barrier, for the message.
-        offer: The name that this process offers, if any.
-        check: Raises if there is no use in waiting any more.
+    After ``timeout`` a RuntimeError names the missing, and the ``purpose``. ``check`` raises if
+    there is no use in waiting any more.
     """
     place = "_".join(f"{first}-{last}" for first, last in ranges_of(ranks))
     members = Members(SignedStore(PrefixStore(place, store)), Tree(len(ranks)), rank, offer)
@@ -74,15 +69,11 @@ def store_barrier(
 
 
 class Arrival(NamedTuple):
-    """A process that has come to its parent, and those below it.
+    """A process that has come to its parent, and those below it."""
 
-    ``ticket`` is a name that it has drawn for this time; ``missing`` has the numbers of those that
-    have not come, with commas between.
-    """
-
-    ticket: str
+    ticket: str  # a name that it has drawn for this time
     offer: str
-    missing: str
+    missing: str  # the numbers of those that have not come, with commas between
 
 
 class Members:

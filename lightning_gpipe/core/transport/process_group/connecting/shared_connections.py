@@ -80,7 +80,6 @@ class SharedOffice:
         return ":".join(map(str, (self.name, len(self.pipelines), *self.office.ledger.state)))
 
     def enter(self, pipelines: Sequence[str]) -> int:
-        """Share the office, for pipelines of these names; return the number of the first."""
         self._users += 1
         self.pipelines += pipelines
         return len(self.pipelines) - len(pipelines)

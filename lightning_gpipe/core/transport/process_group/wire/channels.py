@@ -134,7 +134,6 @@ class Channels:
         self._threads: list[threading.Thread] = []
 
     def send(self, rank: int, gpus: GpuPair, contents: Sequence[Tensor]) -> None:
-        """Send bytes of tensors with known forms; raise ChannelAborted if a process is lost."""
         with self._in_use():
             self._channel(self._rank, rank, gpus).send([x for x in contents if x.numel()])
 

@@ -95,7 +95,6 @@ class Reader:
             yield bytes(self._next(size))
 
     def fill(self, room: Tensor) -> None:
-        """Write the bytes of the next tensor into ``room``."""
         if _is_large(room):
             self._receive(room)
         else:

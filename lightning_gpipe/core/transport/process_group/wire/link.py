@@ -88,7 +88,6 @@ class PendingSend(NamedTuple):
     copied: bool  # if nobody else has them; else they must not be changed until then
 
     def wait(self) -> None:
-        """Wait until the send has completed; raise RuntimeError if the connection has ended."""
         self.work.wait(_PATIENCE)
 
 
@@ -115,8 +114,7 @@ class Receiver(Protocol):
 class Link:
     """Sends to one other process, and receives from it.
 
-    ``rests`` is True if nothing is received, since one of both has ended; ``connected`` is set once
-    both processes have connected.
+    ``rests``: nothing is received, since one of both has ended; ``connected``: both have connected.
     """
 
     def __init__(
@@ -214,7 +212,6 @@ class Link:
             return sends + [send for large in envelope.large for send in self._send_pieces(large)]
 
     def tell(self, header: Header, text: str = "") -> list[PendingSend]:
-        """Send a header that announces no value, and a text."""
         with self._lock:
             return self.flush() + self._send_message(*seal(header, text.encode()))
 

@@ -79,7 +79,6 @@ class Links:
             link.start()
 
     def accept(self, rank: int) -> Link:
-        """Return the connection to a process that has asked for one."""
         with self._lock:
             return self._by_rank.get(rank) or self._link_to(rank)
 
@@ -110,8 +109,6 @@ class Links:
             self._send(rank, partial(link.post_straight, header, mail, ahead))
 
     def post_announced(self, rank: int, gpus: GpuPair, content: Tensor) -> None:
-        """Send a tensor that was announced from GPU to GPU."""
-
         def send() -> Sequence[PendingSend]:
             self._by_rank[rank].send_straight(gpus, [content])
             return ()
@@ -221,7 +218,6 @@ class Links:
 
 
 def _completes(send: PendingSend) -> bool:
-    """Wait for a send; return False if the connection is lost."""
     try:
         send.wait()
     except RuntimeError:  # the receiving thread notices it too

@@ -81,23 +81,14 @@ RouteId = Route | int | None
 
 
 class Mail(NamedTuple):
-    """A value from another process, or for one.
+    """A value from another process, or for one."""
 
-    Attributes:
-        to: The action that needs it.
-        route: The route by which it goes; None to the next stage.
-        value: The value; on the host, once it has come, or where its tensors came straight.
-        on_device: For each leaf, True if it is a tensor that goes to the device of the stage.
-        gpus: The GPUs between which its tensors go straight; None if they go over the host.
-        ready: The event after which tensors that came straight may be read, if any did.
-    """
-
-    to: Action
-    route: RouteId
-    value: FlatTree
-    on_device: Sequence[bool] = ()
-    gpus: GpuPair | None = None
-    ready: torch.cuda.Event | None = None
+    to: Action  # that needs it
+    route: RouteId  # None to the next stage
+    value: FlatTree  # on the host once it has come, or where its tensors came straight
+    on_device: Sequence[bool] = ()  # of each leaf: a tensor for the stage's device
+    gpus: GpuPair | None = None  # between which its tensors go straight; None if over the host
+    ready: torch.cuda.Event | None = None  # after which tensors that came straight may be read
 
     def encode(self) -> tuple[bytes, list[Tensor]]:
         """Return the value without its dense tensors, and the bytes of these."""

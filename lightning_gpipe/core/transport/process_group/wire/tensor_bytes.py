@@ -158,10 +158,7 @@ def pack(value: Any, gpus: GpuPair | None = None) -> tuple[bytes, list[Tensor]]:
 
 
 def unpack(body: bytes, fill: Callable[[Tensor], object], receive: Receive | None = None) -> Any:
-    """Return a value with its tensors on the host, or on the GPU to which they came straight.
-
-    See :func:`tensor_of` for ``fill`` and ``receive``.
-    """
+    """Return a value with its tensors on the host, or on the GPU to which they came straight."""
     forms, value = PlainUnpickler(io.BytesIO(body)).load()
     tensors = [
         tensor_of(DenseForm(*form), fill, receive)
