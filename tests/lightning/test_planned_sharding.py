@@ -12,8 +12,7 @@ import pytest
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.layout import SHARDINGS
-from lightning_gpipe.core.planner.held_shares import HeldShares
-from lightning_gpipe.core.planner.predicted_stage import Memory
+from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory
 from tests.lightning import test_sharded_gradients
 from tests.lightning.test_sharded_gradients import PLACES, Rows
 from tests.support.lightning_modules import Classifier

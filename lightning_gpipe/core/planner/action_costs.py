@@ -7,23 +7,27 @@ split one leaves some bytes until the gradients of the weights are computed.
 Activations that wait on the host are on the device only for the action at work, and on their way,
 beside what is computed: an action takes as long as the longer of both. If those of some
 micro-batches wait there, each has a share of that.
+
+A worker runs its row in order, however long it waits, so what it holds follows from the row alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpipe.core.balance import Place
-from lightning_gpipe.core.planner.row_actions import ROW_KINDS, Numbers, RowActions
+from lightning_gpipe.core.planner.row_actions import ROW_KINDS, Numbers, RowActions, row_actions
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
-from lightning_gpipe.core.schedules import Kind
+from lightning_gpipe.core.schedules import Kind, ScheduleKind
 
 Times = NDArray[np.float64]  # one for each action
 Bytes = NDArray[np.float64]  # of shape (..., 2): of activations, and of boundaries
+_CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1}  # of the micro-batches that are alive
 
 
 class ActionCosts:
@@ -117,6 +121,22 @@ class ActionCosts:
         """Return the bytes by which each action changes its stage's memory, boundaries included."""
         return self._total_changes.take(self._places(actions))
 
+    def peak_of(self, row: RowActions) -> float:
+        """Return the most bytes that a worker's actions hold at once, and those on their way."""
+        return float(self.total_changes(row).cumsum().max()) + self.under_way(row.j)
+
+    def at_peaks(self, actions: RowActions) -> Bytes:
+        """Return the bytes of each stage at the peak of its worker, without those on their way."""
+        at_peak = np.zeros((self.stages, 2))
+        for row in actions.rows():
+            changes = self.changes(row)
+            until = (changes[:, 0] + changes[:, 1]).cumsum().argmax() + 1
+            for column in range(2):
+                at_peak[:, column] += np.bincount(
+                    row.j[:until], changes[:until, column], minlength=self.stages
+                )
+        return at_peak
+
     def _places(self, actions: RowActions) -> Numbers:
         kinds, i, j, _ = actions
         sizes = len(self._total_changes) // (len(ROW_KINDS) * 2 * self.stages)
@@ -131,3 +151,36 @@ def _pairs(
     dropped: tuple[NDArray[np.float64], NDArray[np.float64]],
 ) -> Bytes:
     return np.stack([np.stack(kept, axis=-1), np.stack(dropped, axis=-1)], axis=1)
+
+
+def least_number(
+    row: RowActions,
+    costs: Callable[[int], ActionCosts],
+    most: int,
+    room: float,
+    guess: int = 0,
+) -> int:
+    """Return the least number whose costs fit, or ``most``; the search begins at a neighbour's."""
+    least, guess, step = 0, min(guess, most), 1
+    while least < most:
+        if costs(guess).peak_of(row) <= room:
+            most, guess = guess, guess - step
+        else:
+            least, guess = guess + 1, guess + step
+        if not least <= guess < most:
+            guess = (least + most) // 2
+        step *= 2
+    return most
+
+
+@lru_cache(maxsize=64)
+def most_alive(order: ScheduleKind, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for each stage the most micro-batches between their forward and their backward."""
+    if not order.by_micro_batch:
+        return (m,) * len(placement)
+    actions = row_actions(order, m, placement, (0,) * len(placement))
+    by_stage = actions.j.argsort(kind="stable")
+    changes = np.array([_CHANGE.get(kind, 0) for kind in ROW_KINDS])
+    alive = changes[actions.kinds[by_stage]].cumsum()  # none is when a stage has ended
+    firsts = np.searchsorted(actions.j[by_stage], np.arange(len(placement)))
+    return tuple(np.maximum.reduceat(alive, firsts).tolist())

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.planner.held_shares import HeldShares
-from lightning_gpipe.core.planner.predicted_stage import Memory
+from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
 

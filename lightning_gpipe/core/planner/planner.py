@@ -16,8 +16,8 @@ from typing import Any, Literal
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, ShardingName, Weights, check_even
 from lightning_gpipe.core.planner.no_plan import NoPlan, fitting_plans
-from lightning_gpipe.core.planner.planned_block import with_block
 from lightning_gpipe.core.planner.prediction import Prediction
+from lightning_gpipe.core.planner.schedule_search import with_block
 from lightning_gpipe.core.planner.search import PlanSearch
 from lightning_gpipe.core.planner.settings import PlannedSettings, near
 from lightning_gpipe.core.schedules import (

@@ -18,11 +18,14 @@ from typing import Any, Literal
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
-from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes
-from lightning_gpipe.core.planner.held_shares import HeldShares
-from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
+from lightning_gpipe.core.planner.action_costs import (
+    ActionCosts,
+    Bytes,
+    least_number,
+    most_alive,
+)
+from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory, StagePrediction
 from lightning_gpipe.core.planner.row_actions import ROW_KINDS, RowActions, row_actions
-from lightning_gpipe.core.planner.row_memory import bytes_at_peaks, least_number, most_alive
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes
 from lightning_gpipe.core.planner.waves import Waves, waves_of
@@ -215,7 +218,7 @@ class Prediction:
 
     @cached_property
     def _peaks(self) -> Bytes:
-        return bytes_at_peaks(self._rows, self._actions)
+        return self._actions.at_peaks(self._rows)
 
     def least_recomputed(self) -> tuple[int, ...]:
         n = len(self.devices)

@@ -3,11 +3,14 @@
 Schedules with names suit actions that take equally long, and hold as much as they hold. A block may
 be any order that repeats, and a local search finds a good one for the costs at hand. Both compete,
 by the prediction of the whole schedule: the simplest of the fastest that fit is chosen.
+
+A block replaces the schedule of a plan if it is faster than any name, which is easier to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -15,6 +18,7 @@ import numpy as np
 from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.block_search import BlockSearch, StageNumbers
+from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.row_actions import (
     BACKWARD,
     FORWARD,
@@ -22,10 +26,12 @@ from lightning_gpipe.core.planner.row_actions import (
     RowActions,
     row_actions,
 )
-from lightning_gpipe.core.planner.row_memory import peak_of
-from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of
 from lightning_gpipe.core.planner.waves import waves_of
 from lightning_gpipe.core.schedules import SCHEDULES, ByMicroBatch, ScheduleKind
+
+_LARGEST = 1024  # actions of one kind: the search simulates each of them, thousands of times
+_GAIN = 0.005  # the share of the time that a block must save, which is harder to read than a name
 
 
 class FittingSchedule(NamedTuple):
@@ -42,6 +48,7 @@ def fastest_schedule(
     costs: Mapping[bool, Sequence[MicroBatchCost]],
     memory: Sequence[float],
     *,
+    places: Sequence[Place] = (),
     tries: int = 20_000,
 ) -> FittingSchedule | None:
     """Return the fastest schedule that fits, with a loss for each micro-batch; None if none fits.
@@ -50,12 +57,17 @@ def fastest_schedule(
 
     Args:
         m: The number of micro-batches, which cost the same. None is recomputed.
-        costs: The costs of each stage on its device: with whole backwards at the key False, and
-            with split ones at True. Either may be left out.
+        costs: The costs of each stage, with whole backwards at the key False, and with split ones
+            at True. Either may be left out.
         memory: The bytes that each worker has for what it holds for backwards.
+        places: The devices of the stages, all of speed 1 by default.
         tries: The number of blocks to try with whole backwards, and as many with split ones.
     """
-    actions = {split: _action_costs(m, stages) for split, stages in costs.items()}
+    n = len(placement)
+    actions = {
+        split: ActionCosts({1: stages}, [1] * m, [0] * n, places or [Place()] * n)
+        for split, stages in costs.items()
+    }
     kinds = [kind for kind in _named(sorted(costs)) if kind.possible(m, placement)]
     known = [kind.definition.block for kind in kinds]
     blocks = [block(len(memory)) for block in known if block is not None]
@@ -71,8 +83,25 @@ def fastest_schedule(
     return min(fitting, key=lambda each: float(f"{each.time:.9g}"), default=None)
 
 
-def _action_costs(m: int, stages: Sequence[MicroBatchCost]) -> ActionCosts:
-    return ActionCosts({1: stages}, [1] * m, [0] * len(stages), [Place()] * len(stages))
+def with_block(plan: Prediction, splits: Collection[bool]) -> Prediction:
+    """Return a plan with a block in the place of its schedule, or the plan if that is as fast.
+
+    The block recomputes nothing. Large plans, and plans with more stages than devices, or with
+    something on the host, stay as they are.
+    """
+    settings, rows = plan.settings, max(plan.rows)
+    n, m = settings.stages, settings.chunks
+    elsewhere = settings.offload_activations or settings.has_visits
+    if elsewhere or not n == len(plan.workers) > 1 or n * m > _LARGEST:
+        return plan
+    costs = {split: costs_of(plan.profile, settings.balance, rows, split=split) for split in splits}
+    room = [plan.room[device] for device in plan.workers]
+    found = fastest_schedule(m, plan.placement, costs, room, places=plan.places)
+    if found is None or isinstance(found.kind.schedule, str):
+        return plan
+    block = replace(plan, settings=settings._replace(order=found.kind, recomputed=(0,) * n))
+    faster = block.time < (1 - _GAIN) * plan.time
+    return block if faster and not any(block.missing) else plan
 
 
 def _by_stage(costs: ActionCosts) -> tuple[StageNumbers, StageNumbers]:
@@ -98,5 +127,5 @@ def _judged(
 ) -> FittingSchedule:
     """Return a schedule with its time and its peaks; it need not fit."""
     schedule = kind, m, placement, (0,) * len(placement)
-    peaks = tuple(peak_of(row, costs) for row in row_actions(*schedule).rows())
+    peaks = tuple(costs.peak_of(row) for row in row_actions(*schedule).rows())
     return FittingSchedule(kind, waves_of(*schedule).makespan(costs), peaks)

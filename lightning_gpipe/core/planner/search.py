@@ -27,11 +27,9 @@ from lightning_gpipe.core.balance import (
 from lightning_gpipe.core.layout import SHARDINGS, Around, ShardingName, Weights
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.bounds import LowerBounds
-from lightning_gpipe.core.planner.held_shares import HeldShares
-from lightning_gpipe.core.planner.predicted_stage import Memory
+from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.row_actions import row_actions
-from lightning_gpipe.core.planner.row_memory import bytes_at_peaks, peak_of
 from lightning_gpipe.core.planner.settings import (
     PlannedSettings,
     doubled,
@@ -284,8 +282,8 @@ class PlanSearch:
         placement = order.placement(n, len(self.places))
         rows = row_actions(order, m, placement, recomputed)
         if order.definition.patterns is None:
-            return _few(bytes_at_peaks(rows, costs)[:, 0].tolist())
-        peaks = [peak_of(row, costs) for row in rows.rows()]
+            return _few(costs.at_peaks(rows)[:, 0].tolist())
+        peaks = [costs.peak_of(row) for row in rows.rows()]
         return _few([peaks[worker] * len(peaks) / n for worker in placement])
 
 

@@ -22,14 +22,6 @@ class MicroBatchCost(NamedTuple):
     weights: float = 0.0  # the time of the second part of a split backward
     left: float = 0.0  # bytes from the first part to the second
 
-    def on(self, speed: float) -> MicroBatchCost:
-        return self._replace(
-            forward=self.forward / speed,
-            dropping=self.dropping / speed,
-            backward=self.backward / speed,
-            weights=self.weights / speed,
-        )
-
     @property
     def time(self) -> float:
         """The time of forward and backward of a micro-batch that keeps its activations."""

@@ -14,8 +14,7 @@ from lightning_gpipe import Place, plan
 from lightning_gpipe.core.balance import CarriedValue, LayerProfile, LinearCost, ModelProfile
 from lightning_gpipe.core.layout import SHARDINGS, ShardingName
 from lightning_gpipe.core.planner import NoPlan, Plan, plan_for
-from lightning_gpipe.core.planner.held_shares import HeldShares
-from lightning_gpipe.core.planner.predicted_stage import Memory
+from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.show.plans import alternatives_table, headline
 

@@ -1,6 +1,6 @@
 """Plans: the fastest of those that fit.
 
-Here are also the tests of ``search``, ``bounds``, ``planned_block`` and ``row_memory``.
+Here are also the tests of ``search`` and ``bounds``.
 """
 
 import json
@@ -13,8 +13,8 @@ import pytest
 
 from lightning_gpipe.core.balance import CarriedValue, LayerProfile, LinearCost, ModelProfile, Place
 from lightning_gpipe.core.planner import NoPlan, Prediction, plan_for
+from lightning_gpipe.core.planner.action_costs import most_alive
 from lightning_gpipe.core.planner.predicted_stage import Memory
-from lightning_gpipe.core.planner.row_memory import most_alive
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import sizes_of
 from lightning_gpipe.core.schedules import (
