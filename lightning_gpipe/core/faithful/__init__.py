@@ -48,6 +48,7 @@ from lightning_gpipe.core.faithful.state.contents import Contents, SavedContaine
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
 from lightning_gpipe.core.faithful.thread.context import (
+    NO_HOOKS,
     Autocast,
     Context,
     Hooks,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 _ATTRIBUTE = "_lightning_gpipe_value"
+_LISTED = 6  # names in a message
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def check_unread_weights(root: nn.Module) -> None:
         )
 
 
-def first_few(names: list[str], most: int = 6) -> str:
+def first_few(names: list[str]) -> str:
     """List the first of these names, and the number of the others."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + rest

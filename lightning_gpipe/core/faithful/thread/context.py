@@ -42,6 +42,14 @@ _NO_VARIABLES = contextvars.Context()
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
+NO_HOOKS: Hooks = (torch.Tensor.detach, _as_is)
+
+
 class Autocast(NamedTuple):
     """The state of autocast for one device type."""
 
@@ -182,12 +190,7 @@ def _top_hooks() -> Hooks | None:
 def _hooked(hooks: Hooks | None) -> Manager:
     if _autograd._top_saved_tensors_default_hooks(True) == hooks:  # on the hot path
         return NOTHING
-    # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
-    return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))
-
-
-def _as_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return torch.autograd.graph.saved_tensors_hooks(*(hooks or NO_HOOKS))
 
 
 def on_engine_thread() -> bool:

@@ -48,10 +48,8 @@ def roots_of(leaves: Iterable[Any]) -> list[Root | None]:
     return roots if needed else []
 
 
-def run_backward(
-    roots: Sequence[Root | None], gradients: Sequence[Tensor | None], *, keep: bool = False
-) -> None:
-    """Run backward from the roots that have a gradient; ``keep`` the graph for other backwards.
+def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None]) -> None:
+    """Run backward from the roots that have a gradient.
 
     It omits the check of arguments in ``torch.autograd.backward``, which takes as long as backward
     through a small layer.
@@ -59,7 +57,7 @@ def run_backward(
     starts, values = with_gradients(roots, gradients)
     if starts:
         _engine_run_backward(
-            starts, values, keep, False, (), allow_unreachable=True, accumulate_grad=True
+            starts, values, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_gpipe.core.faithful import Context, Manager, Shadows
+from lightning_gpipe.core.faithful import NO_HOOKS, Context, Manager, Shadows
 from lightning_gpipe.core.run.host.gathered_weights import GatheredWeights
 from lightning_gpipe.core.run.host.visiting_weights import VisitingWeights
 from lightning_gpipe.core.run.host.waiting_activations import HostActivations
@@ -31,7 +31,7 @@ class HostMemory:
         """
         hooks = context.saved_tensors_hooks
         if hooks is None:
-            hooks = torch.Tensor.detach, _as_is
+            hooks = NO_HOOKS
             if self.activations is not None and not at_once:
                 hooks = self.activations.around(i, hooks)
         if self.weights is not None:
@@ -42,7 +42,3 @@ class HostMemory:
         for each in (self.weights, self.activations):
             if each is not None:
                 each.settle()
-
-
-def _as_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
