@@ -474,7 +474,8 @@ class GPipeStrategy(ParallelStrategy):
         self._stage_shards.begin(module, self.optimizers)
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        self._sharding.divide_optimizers(self.optimizers, self._averaging.in_step)
+        if trainer.state.fn == TrainerFn.FITTING:  # else they have the shares of the last fit
+            self._sharding.divide_optimizers(self.optimizers, self._averaging.in_step)
         self._steps = UserSteps(
             module,
             piped,

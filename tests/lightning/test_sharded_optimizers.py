@@ -241,6 +241,21 @@ def test_parameters_that_come_later(tmp_path: Path, two_ranks: Pool, sharding: s
     assert_same_fit(found, expected, 2)
 
 
+def evaluate(root: Path, strategy: dict[str, Any]) -> None:
+    """A fit, an evaluation of its checkpoint, and a checkpoint after it."""
+    model, made = fitted(root, "2x2", BUILDS_HERE["adam"], strategy)
+    made.validate(model, datamodule=Halves(2), ckpt_path=root / "end.ckpt")
+    made.save_checkpoint(root / "evaluated.ckpt")
+
+
+def test_states_outlive_an_evaluation(tmp_path: Path, four_ranks: Pool, sharding: str) -> None:
+    """States were dropped of which another replica would have been the owner then."""
+    four_ranks.run(evaluate, tmp_path, {"sharding": sharding})
+
+    one, other = (checkpoint(tmp_path / f"{name}.ckpt") for name in ("evaluated", "end"))
+    assert_same(one["optimizer_states"], other["optimizer_states"])
+
+
 @pytest.mark.parametrize("place", ["2x1", "2x2"])
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_resuming(
