@@ -517,7 +517,9 @@ class GPipeStrategy(ParallelStrategy):
         module, changes, options = self._root, self._changes, self.options
         guard_logs(module, changes, split=self._processes.split or options.divides_gradients)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
-        adapt_callbacks(callbacks, changes, piped.pipeline.layout, self.data_parallel_size)
+        split = self._processes.split or options.divides_parameters
+        layout = piped.pipeline.layout
+        adapt_callbacks(callbacks, changes, layout, self.data_parallel_size, split=split)
         self._signals.follow(trainer, changes)
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor
 
 from lightning_gpipe import GPipeStrategy
+from tests.lightning.test_optimizers import Thawed, Thaws
 from tests.lightning.test_processes import checkpoint
 from tests.lightning.test_replicas import (
     BUILDS,
@@ -81,6 +82,13 @@ class ByItself(Logging):
             assert all(x.grad is not None for x in self.parameters()), "a step leaves gradients"
 
 
+class Finetuned(Thawed):
+    """Its layers are frozen until a callback adds them to the optimizer."""
+
+    def configure_callbacks(self) -> Any:
+        return [Thaws()]
+
+
 class Averaged(Logging):
     def configure_callbacks(self) -> Any:
         return [WeightAveraging()]
@@ -92,6 +100,7 @@ BUILDS_HERE: dict[str, Any] = {
     "growing": Growing,
     "by itself": ByItself,
     "averaged": partial(Averaged, "adam"),
+    "finetuned": Finetuned,
 }
 
 
@@ -193,6 +202,8 @@ def sharding(request: pytest.FixtureRequest) -> Any:
         ("2x1", "by itself", {}, {}),
         ("2x2", "manual", {}, {}),
         ("2x1", "averaged", {}, {}),
+        ("2x1", "finetuned", {}, {}),
+        ("2x2", "finetuned", {"outputs": "last"}, {}),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -2,9 +2,10 @@
 
 Layers must not log: they would do so for each micro-batch and recomputation, on a worker's thread.
 Finetuning callbacks compare parameters by ``torch.equal``, which raises if their devices differ; so
-tensors are compared on the device of the first. DeviceStatsMonitor logs the root device only, and
-ThroughputMonitor compares a process with the peak of one device. Here a process has several, and
-the processes of a pipeline work on the same batches.
+tensors are compared on the device of the first, or by identity where no process has the values of
+all. DeviceStatsMonitor logs the root device only, and ThroughputMonitor compares a process with the
+peak of one device. Here a process has several, and the processes of a pipeline work on the same
+batches.
 """
 
 from __future__ import annotations
@@ -69,13 +70,16 @@ class _GuardedLog:
 
 
 def adapt_callbacks(
-    callbacks: Iterable[Callback], changes: Journal, layout: Layout, replicas: int
+    callbacks: Iterable[Callback], changes: Journal, layout: Layout, replicas: int, *, split: bool
 ) -> None:
-    """Let callbacks that finetune or monitor do so on all devices of a pipeline."""
+    """Let callbacks that finetune or monitor do so on all devices of a pipeline.
+
+    With ``split``, a process has the values of some parameters only.
+    """
     others = [device for device in dict.fromkeys(layout.devices_here) if device != layout.outside]
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
-            function = partial(_compare_across_devices, callback.finetune_function)
+            function = partial(_compare_across_devices, callback.finetune_function, split)
             changes.write([(vars(callback), "finetune_function", function)])
         elif isinstance(callback, DeviceStatsMonitor) and others:
             log = partial(_log_all, callback, callback._get_and_log_device_stats, others)
@@ -87,18 +91,24 @@ def adapt_callbacks(
                     throughput.available_flops = len(layout.devices) * callback.available_flops
 
 
-def _compare_across_devices(function: Callable[..., None], *args: Any) -> None:
-    with _EqualAcrossDevices():
+def _compare_across_devices(function: Callable[..., None], split: bool, *args: Any) -> None:
+    with _EqualAcrossDevices(by_identity=split):
         function(*args)
 
 
 class _EqualAcrossDevices(TorchFunctionMode):
+    def __init__(self, *, by_identity: bool) -> None:
+        super().__init__()
+        self._by_identity = by_identity  # so that all processes add the same parameters
+
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.equal:
             one, other = args
+            if self._by_identity:
+                return one is other
             args = one, other.to(one.device)
         return func(*args, **(kwargs or {}))
 
