@@ -3,9 +3,10 @@
 With ``outputs="last"`` the user's step runs up to its call of the pipeline in all processes that
 need it, see :mod:`.inner_processes`, and goes on in the process of the last stage only, which is
 the first of the Trainer. Lightning's loop runs in all processes, which must do the same after it.
-So the first one tells them the loss, what the step logged, and which buffers, random generators and
-attributes it changed; nothing is computed again. A metric of the module has seen all rows in the
-first process only, which computes it for all.
+So the first one tells them the loss, what the step logged, which buffers, random generators,
+attributes and options of optimizers it changed, and whether the Trainer should stop; nothing is
+computed again. A metric of the module has seen all rows in the first process only, which computes
+it for all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.core.data import equal
@@ -34,6 +36,7 @@ from lightning_gpipe.strategy.step_logs import arguments_of_log
 _REDUCTIONS = "mean", "min", "max", "sum"
 
 Call = dict[str, Any]  # the arguments of a call of log
+Options = dict[tuple[int, int, str], Any]  # by the numbers of optimizer and group, and the name
 
 
 class _State(NamedTuple):
@@ -74,6 +77,7 @@ class LastOutputs:
         self._step: StepAtLast | None = None
         self.called = True
         self._calls: list[tuple[str, Call]] = []  # of log in this step, by the module's path
+        self._options: Options = {}  # of optimizers, as all processes had them in the latest step
         self._computes = False  # whether a metric is being computed for all
         inside = modules_inside(pipeline)
         self._modules = {path: each for path, each in module.named_modules() if each not in inside}
@@ -163,6 +167,8 @@ class LastOutputs:
                 if version_of(parameter) != version
             ],
             "random": before.random.changes(),
+            "options": self._changed_options(),
+            "stops": self._module.trainer.should_stop,
             "left": self._inner.left,
             "layers": self._inner.calls,
         }
@@ -180,6 +186,8 @@ class LastOutputs:
         follow(self._all, outcome["attributes"])
         for path, count in outcome["updates"].items():
             self._metrics[path]._update_count = count
+        self._set_options(outcome["options"])
+        self._module.trainer.should_stop = outcome["stops"]
         loss = outcome["loss"]
         if loss is None:
             return None
@@ -190,6 +198,25 @@ class LastOutputs:
         elif outcome["requires_grad"]:  # for parameters of the first process
             loss = loss.requires_grad_()
         return {"loss": loss} if outcome["is_dict"] else loss
+
+    # Options of optimizers, such as learning rates, which code after the call may set.
+
+    def _changed_options(self) -> Options:
+        before, self._options = self._options, _options_of(self._module.trainer.optimizers)
+        now = self._options.items()
+        return {k: x for k, x in now if k not in before or not _same(x, before[k])}
+
+    def _set_options(self, changed: Options) -> None:
+        """Give optimizers the options of the first process, whatever was set in this one."""
+        self._options |= changed
+        for optimizer, each in enumerate(self._module.trainer.optimizers):
+            for k, group in enumerate(each.param_groups):
+                for name, value in group.items():
+                    told = self._options.get((optimizer, k, name), value)
+                    if isinstance(value, Tensor) and isinstance(told, Tensor):
+                        value.copy_(told)
+                    else:
+                        group[name] = told
 
     # What is logged, and metrics.
 
@@ -258,6 +285,27 @@ def _set_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Set the value of a parameter, unless it has it: autograd refuses edits of what it needs."""
     if not equal(parameter, value):
         parameter.copy_(value)
+
+
+def _options_of(optimizers: Iterable[Optimizer]) -> Options:
+    return {
+        (k, number, name): value.clone() if isinstance(value, Tensor) else value
+        for k, optimizer in enumerate(optimizers)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if all(map(_is_option, value if type(value) is tuple else [value]))
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _is_option(value: Any) -> bool:
+    is_small = type(value) is Tensor and not value.is_meta and value.numel() == 1
+    return value is None or is_small or type(value) in (bool, int, float, str)
 
 
 def _name_of(reduction: Callable[..., Any], logged: str) -> str:

@@ -125,6 +125,27 @@ class Keeping(Classifier):
                 logits.mean().item()
 
 
+class Steering(Classifier):
+    """Sets options of its optimizer and ends the fit, by values that the other processes lack."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.place = SimpleNamespace(known=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        [group] = self.trainer.optimizers[0].param_groups
+        group["lr"] = 0.01 * (1 + self.global_step)
+        self.place.known = True
+        if self.global_step == 4:
+            self.trainer.should_stop = True
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        [group] = self.trainer.optimizers[0].param_groups
+        group["betas"] = (0.5 if self.place.known else 0.9, 0.99)
+
+
 def fit(
     root: Path,
     processes: str,
@@ -180,6 +201,8 @@ def fit(
         ("per_stage", FOLDED, Everything, {}),
         ("per_stage", "fill_drain", Keeping, {}),
         ("per_node", "1f1b", Keeping, {"accumulate_grad_batches": 2}),
+        ("per_stage", "fill_drain", Steering, {}),
+        ("per_stage", "1f1b", Steering, {"accumulate_grad_batches": 2}),
     ],
 )
 def test_fit(
