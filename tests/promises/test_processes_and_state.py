@@ -76,17 +76,27 @@ def recurrent() -> nn.Sequential:
     return nn.Sequential(*(Recurrent() for _ in range(4)))
 
 
-def run_recurrent() -> Tensor:
-    pipeline = piped(recurrent())
+def normed() -> nn.Sequential:
+    """Layers that keep a weight that is computed from their parameters, with its graph."""
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.utils.weight_norm(nn.Linear(3, 3).double()) for _ in range(4)))
+
+
+def run_swapped(build: Callable[[], nn.Sequential]) -> Tensor:
+    pipeline = piped(build())
     y = pipeline(rows(4))
     y.square().mean().backward()
     pipeline.close()
     return y.detach()
 
 
-def test_recurrent_layers(four_ranks: Pool) -> None:
-    for y in four_ranks.run(run_recurrent, among=2):
-        torch.testing.assert_close(y, recurrent()(rows(4)).detach())
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("build", [recurrent, normed])
+def test_layers_whose_parameters_pytorch_does_not_swap(
+    four_ranks: Pool, build: Callable[[], nn.Sequential]
+) -> None:
+    for y in four_ranks.run(run_swapped, build, among=2):
+        torch.testing.assert_close(y, build()(rows(4)).detach())
 
 
 def test_recurrent_layers_that_were_built_without_values() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpipe.core.faithful import has_memory, parts_of
@@ -168,13 +170,18 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
 
 @contextmanager
 def replaceable(*modules: nn.Module) -> Iterator[None]:
-    """Let the parameters of recurrent layers be swapped, in a ``with`` block.
+    """Let the parameters of layers be swapped, in a ``with`` block.
 
-    PyTorch does not swap parameters with weak references, as these layers have.
+    PyTorch does not swap parameters with weak references, as recurrent layers have, nor those with
+    a graph, as weights of ``nn.utils.weight_norm`` have, which are computed anew in each forward.
     """
     recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []
+    for each in modules:
+        for hook in each._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                vars(each)[hook.name] = vars(each)[hook.name].detach()
     try:
         yield
     finally:
