@@ -53,7 +53,7 @@ def without_waits() -> AbstractContextManager[Any]:
         ({"schedule": "zero_bubble"}, {"by_sequence": True}, {}),
         ({"schedule": "zero_bubble_v", "balance": [1] * 4}, {"blocks": 4}, {}),
         (ALWAYS, {"by_sequence": True}, {"gradient_clip_val": 0.05}),
-        ({"schedule": "1f1b", "balance": [2, 2]}, {"tied": True}, {"gradient_clip_val": 0.05}),
+        ({"schedule": "1f1b", "balance": [2, 2]}, {"kind": "tied"}, {"gradient_clip_val": 0.05}),
         (
             {"replicas": 2, "balance": [2]},
             {},

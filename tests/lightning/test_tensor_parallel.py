@@ -157,6 +157,51 @@ class Tied(Model):
         return output
 
 
+class Fork(nn.Module):
+    """Returns what its divided layers return, for which nothing has waited yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.side = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.up(x)
+        return self.down(y), self.side(y)
+
+
+class Join(nn.Module):
+    """Begins with divided layers, whose gradients come like that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return Tensor(self.out(self.left(x[0]) * self.right(x[1]).tanh()))
+
+
+class Forked(Model):
+    """Two stages, between which two tensors go that divided layers compute."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks = nn.Sequential(Fork(), Join()).double()
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None or self.divided:
+            return
+        columns, rows = ColwiseParallel, RowwiseParallel
+        plan: Any = {f"0.{name}": rows() for name in ("down", "side")}
+        plan |= {name: columns() for name in ("0.up", "1.left", "1.right")} | {"1.out": rows()}
+        parallelize_module(self.blocks, self.device_mesh["tensor_parallel"], plan)
+        self.divided = True
+
+
+KINDS: dict[str, type[Model]] = {"tied": Tied, "forked": Forked}
+
+
 class Uneven(Model):
     """Has blocks with five inner features."""
 
@@ -217,8 +262,8 @@ def fit(
     options = {"max_epochs": 2, "use_distributed_sampler": False, **options}
     torch.manual_seed(0)
     made = trainer(root, **options) if strategy is None else over(root, strategy, **options)
-    kind = Tied if model.get("tied") else Model
-    module = kind(**{name: x for name, x in model.items() if name != "tied"})
+    kind = KINDS.get(model.get("kind", ""), Model)
+    module = kind(**{name: x for name, x in model.items() if name != "kind"})
     made.fit(module, Texts(), ckpt_path=path)
     made.save_checkpoint(root / "end.ckpt")
     end = made.callback_metrics
@@ -267,9 +312,14 @@ def compare(root: Path, ranks: Any, *given: dict[str, Any]) -> None:
             {"by_sequence": True},
             {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
         ),
-        ({"schedule": "1f1b", "balance": [2, 2]}, {"tied": True}, {"gradient_clip_val": 0.05}),
+        ({"schedule": "1f1b", "balance": [2, 2]}, {"kind": "tied"}, {"gradient_clip_val": 0.05}),
+        ({"schedule": "1f1b"}, {"kind": "forked"}, {}),
+        ({}, {"kind": "forked"}, {}),
     ],
-    ids=["fill-drain", "1f1b", "zero bubble", "zero bubble, V", "recomputed, split", "tied"],
+    ids=[
+        *("fill-drain", "1f1b", "zero bubble", "zero bubble, V", "recomputed, split", "tied"),
+        *("forked, 1f1b", "forked"),
+    ],
 )
 def test_fit(
     tmp_path: Path,

@@ -22,8 +22,10 @@ def identity(tensor: Tensor) -> Hashable:
     """Return a key that is equal for two tensors of the same elements of the same memory."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
         return id(tensor)
-    elements = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
-    return *elements, tensor.dtype, tensor.requires_grad
+    address = tensor.data_ptr()
+    if not address:  # as of a tensor that a collective has yet to compute
+        return id(tensor)
+    return tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def memory(value: object) -> int | None:

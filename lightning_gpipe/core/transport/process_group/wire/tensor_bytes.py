@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from lightning_gpipe.core.data import LEAF_SPEC, MARKS, identity
@@ -69,8 +70,12 @@ _Object = tuple[int, int, bool, tuple[str, ...]]
 
 
 def is_dense(value: Any) -> bool:
-    """Return True if a value is a tensor with dense memory of its own."""
-    plain = type(value) in (Tensor, torch.nn.Parameter) and not value.is_nested
+    """Return True if a value is a tensor with dense memory of its own, which may still be awaited.
+
+    The output of a divided layer, or the gradient of its input, is awaited where it is first used.
+    """
+    kinds = Tensor, torch.nn.Parameter, AsyncCollectiveTensor
+    plain = type(value) in kinds and not value.is_nested
     dense = plain and value.layout is torch.strided
     return dense and not value.is_quantized and not value.is_meta
 
