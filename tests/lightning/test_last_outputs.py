@@ -296,6 +296,16 @@ class Manual(Classifier):
         self.automatic_optimization = False
 
 
+class Attacking(Classifier):
+    """Differentiates by its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x.requires_grad_()
+        [gradient] = torch.autograd.grad(F.cross_entropy(self(x), y), x)
+        return gradient.square().sum()
+
+
 class Unknown(Classifier):
     """Logs a metric of which other processes know nothing."""
 
@@ -322,6 +332,7 @@ class Fails(Classifier):
 REFUSED = {
     Twice: "a step must call the pipeline once",
     Manual: "outputs='last' needs automatic optimization",
+    Attacking: "a step must not run backward or torch.autograd.grad through the pipeline",
     Unknown: "a metric that is logged must be a module",
     Reducing: "reduce_fx must be one of 'mean', 'min', 'max', 'sum'",
     Fails: "the loss of 0 dims",

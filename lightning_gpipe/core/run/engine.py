@@ -396,6 +396,7 @@ class Engine:
         try:
             yield self.at_last
         finally:
+            self.at_last.end()
             self.at_last = None
 
     def exclusive(self) -> AbstractContextManager[None]:

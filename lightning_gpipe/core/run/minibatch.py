@@ -39,8 +39,10 @@ class MiniBatch(MiniBatchRun):
     """Runs the two phases of a schedule for one mini-batch.
 
     ``leaves`` are, after forward, those that will have a gradient, each once: parameters, and
-    leaves that layers captured from outside.
+    leaves that layers captured from outside. ``refusal`` says why backward must not run yet.
     """
+
+    refusal: str | None = None
 
     def __init__(
         self,
@@ -124,6 +126,8 @@ class MiniBatch(MiniBatchRun):
             For each micro-batch the gradients of the leaves of its input, on their devices, or none
             if no input requires one; and the sums of the gradients of :attr:`leaves`.
         """
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
         try:
             home = self.equipment.home if to_all else None
             self.transfer = None if home is None else home.begin()

@@ -28,6 +28,11 @@ _SECOND = (
     "call, in which the other processes do not take part. Put both inputs into one batch, or write "
     "outputs='all'."
 )
+_EARLY = (
+    "a step must not run backward or torch.autograd.grad through the pipeline, if only the last "
+    "stage gets its output: the other processes take part in a backward after the step only. Write "
+    "outputs='all'."
+)
 
 
 class StepAtLast:
@@ -49,6 +54,7 @@ class StepAtLast:
         self.zero: Tensor | None = None
         self._first_here = layout.first_here
         self._outputs: list[Tensor] = []
+        self._minibatch: MiniBatch | None = None  # of its call
 
     def begin_call(self) -> None:
         """Begin the call of the pipeline; raise RuntimeError if it is the second one."""
@@ -64,6 +70,8 @@ class StepAtLast:
             attached = attach(minibatch, inputs, outputs)
             leaves = (leaf for output in attached for leaf in output.leaves)
             self._outputs = list(filter(requires_grad, leaves))
+            self._minibatch = minibatch
+            minibatch.refusal = _EARLY
             return attached
         if torch.is_grad_enabled():
             zero = FlatTree([torch.zeros((), requires_grad=True)])
@@ -71,6 +79,12 @@ class StepAtLast:
             own = inputs if self._first_here else [_apart(x) for x in inputs]
             [[self.zero]] = (flat.leaves for flat in attach(minibatch, own, [zero]))
         raise OutputElsewhere
+
+    def end(self) -> None:
+        """Let the backward run, once the code has ended."""
+        if self._minibatch is not None:
+            self._minibatch.refusal = None
+            self._minibatch = None
 
     def leads_to(self, loss: Tensor) -> bool:
         nodes = {output.grad_fn for output in self._outputs}
