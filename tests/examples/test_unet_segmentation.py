@@ -142,7 +142,7 @@ def test_demo_reports_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixtur
     report = capsys.readouterr().out
     iou = f"{metrics['val_mean_iou']:.4f}"
     for line in (
-        r"Shrink x3",
+        r"Shrink",
         r"Enlarge",
         r"skips to",
         rf"│ val_mean_iou +│ 0\.0\d{{3}} +│ {iou} +│ {iou} +│",

@@ -222,6 +222,9 @@ class Office:
         if error is not None:
             self.tell(error)
         self.close()
+        if not self.ledger.has_failed:  # another may read slowly what this process has sent last
+            deadline = time.monotonic() + self._lost_after.total_seconds()
+            self._wait(lambda: self.links.join(_POLL, but=self.ledger.lost_ranks), deadline)
         self._abort()
 
     def _abort(self) -> None:
