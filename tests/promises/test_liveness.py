@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,14 +134,14 @@ def end_before_another_has_read() -> str:
     pipeline = pipeline_of(layers(), lost_after=timedelta(seconds=20))
     step(pipeline)
     if torch.distributed.get_rank() == 1:
-        next_frame = Link._next_frame
+        next_frame: Any = Link._next_frame
 
-        def slow(link: Link) -> Tensor:
+        def slow(link: Link) -> Any:
             time.sleep(1.0)
             return next_frame(link)
 
-        Link._next_frame = slow  # type: ignore[method-assign]
-    message = said(lambda: pipeline.engine.everywhere(0, lambda: 3))
+        setattr(Link, "_next_frame", slow)  # noqa: B010
+    message = said(partial(pipeline.engine.everywhere, 0, lambda: 3))
     del pipeline
     gc.collect()
     return message
