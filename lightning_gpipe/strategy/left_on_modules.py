@@ -9,9 +9,10 @@ value counts, but no number be read. Objects of other classes are not told.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful import set_elements, version_of
+from lightning_gpipe.core.faithful import set_elements
 from lightning_gpipe.distributed import checksum
 
 _SMALL = 2**16  # bytes of a tensor that is told as it is
@@ -28,9 +29,14 @@ _SMALL_ARRAY = 2**20  # the same of a NumPy array, which can be nothing else
 _LONG = 1024  # elements of a container of which only the number is looked at
 _DEPTH = 4  # of containers in one another
 _UNSET = object()
+_UNKNOWN = object()
+_MARKED = frozenset((Tensor, np.ndarray, tuple))
 _INTERNAL = frozenset(vars(L.LightningModule()))
 _CONTAINERS = (list, dict, set, deque, tuple)
-_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+_KINDS = dict, set, (list, deque)  # of which one cannot have the elements of another
+_DICTS = dict, OrderedDict, Counter, defaultdict
+_FACTORIES = None, list, dict, set, int, float  # of defaultdicts
+_ATOMS = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 Keys = tuple[Any, ...]  # the way to a container from the attributes of a module
 
@@ -47,14 +53,14 @@ class Change(NamedTuple):
     """A change of a container: the elements of a list after those that were ``kept``, or all.
 
     Of a dict, as the attributes of a module are, it has those that changed, and the keys of those
-    that were ``removed``.
+    that were ``removed``; None if all were.
     """
 
     path: str
     keys: Keys
     elements: Any
     kept: int = 0
-    removed: Sequence[Any] = ()
+    removed: Sequence[Any] | None = ()
 
 
 class LeftOnModules:
@@ -70,25 +76,26 @@ class LeftOnModules:
     def changes(self) -> Iterator[Change]:
         """Yield the changes since; those of an inner container come before the outer one's."""
         for path, before in reversed(self._containers):
-            with suppress(_NotTold):
+            with suppress(*_NOT_TOLD):
                 yield from before.changes(path)
 
 
 class _Container(NamedTuple):
-    """A container, its size and, unless it is long, its elements and the versions of tensors."""
+    """A container, its size and, unless it is long, its elements and the marks of some."""
 
     keys: Keys
     container: Any
     size: int
     elements: Any
-    versions: Mapping[Any, int]
+    marks: Mapping[Any, Any]
 
     @classmethod
     def at(cls, keys: Keys, container: Any) -> _Container:
         if keys and len(container) > _LONG:
             return cls(keys, container, len(container), None, {})
-        versions = {k: version_of(x) for k, x in _items(container) if type(x) is Tensor}
-        return cls(keys, container, len(container), _copied(container), versions)
+        marked = [(k, x) for k, x in _items(container) if type(x) in _MARKED]
+        marks = {k: mark for k, x in marked if (mark := _mark(x)) is not None}
+        return cls(keys, container, len(container), _copied(container), marks)
 
     def changes(self, path: str) -> Iterator[Change]:
         now, before = self.container, self.elements
@@ -98,15 +105,15 @@ class _Container(NamedTuple):
             changed = {}
             for key, value in now.items():
                 if before.get(key, _UNSET) is not value or self._edited(key):
-                    with suppress(_NotTold):
-                        changed[key] = _told(value)
-            removed = [key for key in before if key not in now]
+                    with suppress(*_NOT_TOLD):
+                        changed[_atom(key)] = _told(value)
+            removed = [key for key in before if key not in now and _is_atom(key)]
             if changed or removed:
                 yield Change(path, self.keys, changed, removed=removed)
         elif isinstance(now, list) and len(now) > self.size and self._begins_alike():
             yield Change(path, self.keys, _told(now[self.size :]), kept=self.size)
         else:
-            yield Change(path, self.keys, _told(_copied(now)))
+            yield Change(path, self.keys, _told(_copied(now)), removed=None)
 
     def _begins_alike(self) -> bool:
         now, before = self.container, self.elements
@@ -118,30 +125,38 @@ class _Container(NamedTuple):
             same = now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
         else:
             same = all(map(is_, now, before))
-        return same and not any(map(self._edited, self.versions))
+        return same and not any(map(self._edited, self.marks))
 
     def _edited(self, key: Any) -> bool:
-        version = self.versions.get(key)
-        return version is not None and version_of(self.elements[key]) != version
+        mark = self.marks.get(key)
+        if mark is _UNKNOWN:  # a list of outputs is not told anew in each step
+            return isinstance(self.container, dict)
+        return mark is not None and _mark(self.elements[key]) != mark
 
 
 class _NotTold(Exception):
     """Raised of an object that other processes cannot be told."""
 
 
+_NOT_TOLD = _NotTold, RecursionError  # of a container within itself
+
+
 def follow(modules: Mapping[str, nn.Module], changes: Iterable[Change]) -> None:
     """Make the changes of the first process in this one."""
     for path, keys, elements, kept, removed in changes:
         container: Any = vars(modules[path])
-        with suppress(
-            LookupError, TypeError
-        ):  # it is in an object of which this process was not told
+        # It is not there in an object of which this process was not told.
+        with suppress(LookupError, TypeError):
             for key in keys:
                 container = container[key]
+            if not any(isinstance(container, x) and isinstance(elements, x) for x in _KINDS):
+                continue
             if isinstance(container, dict):
-                for key in removed:
+                values = _received(elements, container)
+                for key in list(container) if removed is None else removed:
                     container.pop(key, None)
-                container.update(_received(elements, container))
+                for key, value in values.items():  # a Counter's update adds numbers
+                    container[key] = value
             elif isinstance(container, list):
                 container[kept:] = _received(elements, container[kept:])
             else:
@@ -153,7 +168,8 @@ def _containers_in(container: Any, keys: Keys = ()) -> Iterator[_Container]:
         yield _Container.at(keys, container)
     if len(keys) < _DEPTH and not (keys and len(container) > _LONG):
         for key, value in _items(container):
-            if isinstance(value, _CONTAINERS) and (keys or key not in _INTERNAL):
+            inside = (keys or key not in _INTERNAL) and isinstance(value, _CONTAINERS)
+            if inside and _is_atom(key):
                 yield from _containers_in(value, (*keys, key))
 
 
@@ -169,6 +185,37 @@ def _copied(container: Any) -> Any:
     return basic(container)
 
 
+def _mark(value: Any) -> Any:
+    """Return what another value has after an edit in place; None of one that has no edits."""
+    if type(value) is Tensor:
+        return _UNKNOWN if value.is_inference() else value._version
+    if type(value) is tuple:
+        marks = tuple(map(_mark, value))
+        return None if all(mark is None for mark in marks) else marks
+    return value.tobytes() if _is_small_array(value) else None
+
+
+def _is_small_array(value: Any) -> bool:
+    told = type(value) is np.ndarray and not value.dtype.hasobject
+    return told and bool(value.nbytes <= _SMALL_ARRAY)
+
+
+def _is_atom(value: Any) -> bool:
+    """Return True for a value that is never edited, and may be a key, in other processes, too."""
+    kind = type(value)
+    if kind in (tuple, frozenset, torch.Size):
+        return all(map(_is_atom, value))
+    if isinstance(value, Enum):
+        return "<locals>" not in kind.__qualname__  # where others would not find it
+    return kind in _ATOMS or (isinstance(value, np.generic) and not value.dtype.hasobject)
+
+
+def _atom(key: Any) -> Any:
+    if not _is_atom(key):
+        raise _NotTold
+    return key
+
+
 def _told(value: Any) -> Any:
     """Return a value as other processes are told of it; raise _NotTold if they cannot be."""
     if type(value) is Tensor:
@@ -178,18 +225,22 @@ def _told(value: Any) -> Any:
         if value.nbytes <= _SMALL:
             return value
         return LargeTensor(tuple(value.shape), value.dtype, int(checksum(value)))
-    if type(value) is dict and all(isinstance(key, _ATOMS) for key in value):
-        return {key: _told(each) for key, each in value.items()}
+    if type(value) in _DICTS and getattr(value, "default_factory", None) in _FACTORIES:
+        return _with_values(value, {_atom(key): _told(each) for key, each in value.items()})
     if type(value) in (list, tuple):
         return type(value)(map(_told, value))
     if type(value) is deque:
         return deque(map(_told, value), value.maxlen)
-    if type(value) is set and all(isinstance(each, _ATOMS) for each in value):
-        return value
-    is_array = isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject
-    if type(value) in _ATOMS or (is_array and value.nbytes <= _SMALL_ARRAY):
-        return value
-    raise _NotTold
+    if type(value) is set:
+        return set(map(_atom, value))
+    return value if _is_small_array(value) else _atom(value)
+
+
+def _with_values(kind: Any, values: dict[Any, Any]) -> Any:
+    """Return a dict with these values that is otherwise like another one."""
+    if type(kind) is defaultdict:
+        return defaultdict(kind.default_factory, values)
+    return type(kind)(values)
 
 
 def _received(value: Any, own: Any) -> Any:
@@ -199,9 +250,10 @@ def _received(value: Any, own: Any) -> Any:
         alike = type(own) is Tensor and own.shape == hollow.shape and own.dtype == hollow.dtype
         equal = alike and not own.is_meta and int(checksum(own)) == value.checksum
         return own if equal else hollow
-    if type(value) is dict:
+    if type(value) in _DICTS:
         there = own if isinstance(own, dict) else {}
-        return {key: _received(each, there.get(key)) for key, each in value.items()}
+        received = {key: _received(each, there.get(key)) for key, each in value.items()}
+        return _with_values(value, received)
     if type(value) in (list, tuple, deque):
         others = list(own) if type(own) in (list, tuple, deque) else []
         others += [None] * (len(value) - len(others))

@@ -1,8 +1,9 @@
 """Other processes get what a step leaves on modules, or the shape of what is large."""
 
 import pickle
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,10 @@ from lightning_gpipe.core.data import tree_flatten, tree_unflatten
 from lightning_gpipe.strategy.left_on_modules import LeftOnModules, follow
 
 LARGE = 100_000
+
+
+class Mode(Enum):
+    TRAIN = "train"
 
 
 def module() -> nn.Module:
@@ -28,6 +33,11 @@ def module() -> nn.Module:
     made.names = {"a"}
     made.nested = ([{"mean": torch.zeros(2)}],)
     made.long = list(range(2_000))
+    made.cache = dict.fromkeys(range(2_000), 0)
+    made.counts = Counter(a=1)
+    made.confusion = np.zeros((2, 2))
+    made.pair = torch.zeros(1), torch.zeros(1)
+    made.lazy = None
     made.other = object()
     return made
 
@@ -51,6 +61,8 @@ def append(x: Any) -> None:
     x.names.add("b")
     x.nested[0][0]["mean"].add_(1.0)
     x.long.append(2_000)
+    x.counts["a"] += 1
+    x.lazy = OrderedDict(a=[torch.ones(1)])
 
 
 def assign(x: Any) -> None:
@@ -60,6 +72,9 @@ def assign(x: Any) -> None:
     x.seen = [*x.seen, torch.zeros(2)]
     del x.by_name["val"]
     x.latest = deque([torch.ones(1)], maxlen=5)
+    x.counts = Counter(b=2)
+    x.lazy = defaultdict(list, {(1, Mode.TRAIN): [2]})
+    x.names = {(1, "a"), Mode.TRAIN}
 
 
 def edit(x: Any) -> None:
@@ -70,9 +85,15 @@ def edit(x: Any) -> None:
     x.names.discard("a")
     x.nested[0].clear()
     x.long.clear()
+    x.cache.pop(3)
+    x.confusion[0, 1] += 1
+    x.pair[1].add_(1.0)
 
 
-NAMES = "count", "small", "seen", "by_name", "latest", "names", "nested", "long"
+NAMES = (
+    *("count", "small", "seen", "by_name", "latest", "names", "nested", "long", "cache"),
+    *("counts", "confusion", "pair", "lazy"),
+)
 
 
 @pytest.mark.parametrize("step", [append, assign, edit])
@@ -131,6 +152,56 @@ def test_objects_that_are_not_told() -> None:
     assert other.other is not first.other
     assert len(other.seen) == 1
     assert other.by_name == {"train": [1.0], "val": [5]}
+
+
+def test_edits_of_inference_tensors() -> None:
+    """They have no versions; a list of them, such as all outputs, is not told anew."""
+    other: Any = module()
+    with torch.inference_mode():
+        first: Any = module()
+        before = LeftOnModules({"": first})
+        first.small += 1
+    changes = list(before.changes())
+    follow({"": other}, changes)
+
+    assert other.small.tolist() == [1, 1]
+    assert ("seen",) not in [change.keys for change in changes]
+
+
+@pytest.mark.parametrize("key", [int, len, nn.Linear(1, 1), object(), torch.zeros(1)], ids=str)
+def test_keys_that_are_not_told(key: Any) -> None:
+    def step(x: Any) -> None:
+        x.by_name[key] = [1]
+        x.by_name["train"].append(2.0)
+
+    _, other = after(step)
+
+    assert other.by_name == {"train": [1.0, 2.0], "val": []}
+
+
+def test_arrays_of_other_classes_and_containers_within_themselves() -> None:
+    def step(x: Any) -> None:
+        x.seen.append(x.seen)
+        x.other = np.ma.masked_array([1])
+        x.by_name["train"] = x.by_name
+        x.count = 1
+
+    _, other = after(step)
+
+    assert len(other.seen) == 1 and type(other.other) is object
+    assert other.by_name == {"train": [1.0], "val": []} and other.count == 1
+
+
+@pytest.mark.parametrize("there", [None, [1], {"a": 1}, torch.zeros(2), deque()])
+def test_container_of_another_kind(there: Any) -> None:
+    """The other process was not told of this one's."""
+    new: Any
+    for new in (defaultdict(object, x=object()), deque([object()])):
+        first, other = module(), module()
+        first.lazy, other.lazy = new, there
+        before = LeftOnModules({"": first})
+        new.clear()
+        follow({"": other}, before.changes())
 
 
 def test_container_that_is_not_there() -> None:
