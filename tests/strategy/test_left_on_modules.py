@@ -168,7 +168,9 @@ def test_edits_of_inference_tensors() -> None:
     assert ("seen",) not in [change.keys for change in changes]
 
 
-@pytest.mark.parametrize("key", [int, len, nn.Linear(1, 1), object(), torch.zeros(1)], ids=str)
+@pytest.mark.parametrize(
+    "key", [int, len, nn.Linear(1, 1), object(), torch.zeros(1)], ids=lambda key: type(key).__name__
+)
 def test_keys_that_are_not_told(key: Any) -> None:
     def step(x: Any) -> None:
         x.by_name[key] = [1]
