@@ -85,6 +85,16 @@ class Normalised(Classifier):
         )
 
 
+class Following(Classifier):
+    """The parameters of its second stage are all those of its first."""
+
+    def __init__(self) -> None:
+        middle, last = nn.Linear(8, 8), nn.Linear(8, 8)
+        last.weight, last.bias = middle.weight, middle.bias
+        layers = nn.Linear(6, 8), middle, last, nn.Tanh(), nn.Identity(), nn.Tanh()
+        super().__init__("adam", layers=nn.Sequential(*layers))
+
+
 class Penalised(Logging):
     """Has a hook on a gradient, so that each replica keeps this parameter."""
 
@@ -154,6 +164,14 @@ def assert_same_fit(root: Path, ranks: Any, *args: Any, **options: Any) -> None:
         assert one["parameters"].keys() <= expected["parameters"].keys()
         torch.testing.assert_close(one["buffers"], expected["buffers"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(one["logged"], expected["logged"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_stage_whose_parameters_are_those_of_another(
+    four_ranks: Any, tmp_path: Path, schedule: str
+) -> None:
+    """Once its process refused their gradients, as of a backward by hand."""
+    assert_same_fit(tmp_path, four_ranks, "2x2", Following, strategy={"schedule": schedule})
 
 
 @pytest.mark.parametrize("place", ["2x1", "2x2"])

@@ -231,7 +231,8 @@ class GradientAveraging:
         ids = set(map(id, averages.parameters if outside is None else outside))
         active = loss is not None or self._by_micro_batch
         with averages.averaging(ids, adds=adds) if active else nullcontext():
-            if pipeline is None or not averages.buckets:
+            divides = self._processes.options.divides_parameters  # also those of a tied stage
+            if pipeline is None or not (averages.buckets or divides):
                 yield
                 return
             with Journal().changed([(Attributes(pipeline.engine), "home", averages)]):
