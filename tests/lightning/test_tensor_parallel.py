@@ -508,6 +508,9 @@ class BadLayer(Model):
 
 def ended(root: Path, build: type[Model]) -> str:
     made = over(root, {"replicas": 2, "balance": [2]}, max_epochs=1, use_distributed_sampler=False)
+    torch.manual_seed(
+        0
+    )  # gradients of other weights may happen to differ by less than is warned of
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "a parameter that parallelize_module")
         return said(lambda: made.fit(build(), Texts()))
