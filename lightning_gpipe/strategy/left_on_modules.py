@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful import set_elements
+from lightning_gpipe.core.faithful import SavedContainer, set_elements
+from lightning_gpipe.core.layout import CONTAINERS
 from lightning_gpipe.distributed import checksum
 
 _SMALL = 2**16  # bytes of a tensor that is told as it is
@@ -32,7 +33,7 @@ _UNSET = object()
 _UNKNOWN = object()
 _MARKED = frozenset((Tensor, np.ndarray, tuple))
 _INTERNAL = frozenset(vars(L.LightningModule()))
-_CONTAINERS = (list, dict, set, deque, tuple)
+_NESTING = (*CONTAINERS, tuple)
 _KINDS = dict, set, (list, deque)  # of which one cannot have the elements of another
 _DICTS = dict, OrderedDict, Counter, defaultdict
 _FACTORIES = None, list, dict, set, int, float  # of defaultdicts
@@ -64,7 +65,7 @@ class Change(NamedTuple):
 
 
 class LeftOnModules:
-    """What is in the attributes of modules, by their paths, before a step."""
+    """The contents of the attributes of modules, by their paths, before a step."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._containers = [
@@ -81,25 +82,24 @@ class LeftOnModules:
 
 
 class _Container(NamedTuple):
-    """A container, its size and, unless it is long, its elements and the marks of some."""
+    """A container before a step, and the marks of those of its elements that have edits."""
 
     keys: Keys
-    container: Any
-    size: int
-    elements: Any
+    saved: SavedContainer
     marks: Mapping[Any, Any]
 
     @classmethod
     def at(cls, keys: Keys, container: Any) -> _Container:
         if keys and len(container) > _LONG:
-            return cls(keys, container, len(container), None, {})
+            return cls(keys, SavedContainer.of(container, copied=False), {})
         marked = [(k, x) for k, x in _items(container) if type(x) in _MARKED]
         marks = {k: mark for k, x in marked if (mark := _mark(x)) is not None}
-        return cls(keys, container, len(container), _copied(container), marks)
+        return cls(keys, SavedContainer.of(container), marks)
 
     def changes(self, path: str) -> Iterator[Change]:
-        now, before = self.container, self.elements
-        if len(now) == self.size and self._begins_alike():
+        now, size, before = self.saved
+        edited = any(map(self._edited, self.marks))
+        if not (edited or self.saved.moved):
             return
         if isinstance(now, dict) and before is not None:
             changed = {}
@@ -110,28 +110,20 @@ class _Container(NamedTuple):
             removed = [key for key in before if key not in now and _is_atom(key)]
             if changed or removed:
                 yield Change(path, self.keys, changed, removed=removed)
-        elif isinstance(now, list) and len(now) > self.size and self._begins_alike():
-            yield Change(path, self.keys, _told(now[self.size :]), kept=self.size)
+        elif type(now) is list and len(now) > size and not edited and _begins_as(now, before):
+            yield Change(path, self.keys, _told(now[size:]), kept=size)
         else:
-            yield Change(path, self.keys, _told(_copied(now)), removed=None)
-
-    def _begins_alike(self) -> bool:
-        now, before = self.container, self.elements
-        if before is None:
-            return True
-        if isinstance(now, set):
-            return bool(now == before)
-        if isinstance(now, dict):
-            same = now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
-        else:
-            same = all(map(is_, now, before))
-        return same and not any(map(self._edited, self.marks))
+            yield Change(path, self.keys, _told(SavedContainer.of(now).copy), removed=None)
 
     def _edited(self, key: Any) -> bool:
         mark = self.marks.get(key)
         if mark is _UNKNOWN:  # a list of outputs is not told anew in each step
-            return isinstance(self.container, dict)
-        return mark is not None and _mark(self.elements[key]) != mark
+            return isinstance(self.saved.container, dict)
+        return mark is not None and _mark(self.saved.copy[key]) != mark
+
+
+def _begins_as(now: list[Any], before: list[Any] | None) -> bool:
+    return before is None or all(map(is_, now, before))
 
 
 class _NotTold(Exception):
@@ -168,7 +160,7 @@ def _containers_in(container: Any, keys: Keys = ()) -> Iterator[_Container]:
         yield _Container.at(keys, container)
     if len(keys) < _DEPTH and not (keys and len(container) > _LONG):
         for key, value in _items(container):
-            inside = (keys or key not in _INTERNAL) and isinstance(value, _CONTAINERS)
+            inside = (keys or key not in _INTERNAL) and isinstance(value, _NESTING)
             if inside and _is_atom(key):
                 yield from _containers_in(value, (*keys, key))
 
@@ -178,11 +170,6 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(container, set):
         return ()
     return container.items() if isinstance(container, dict) else enumerate(container)
-
-
-def _copied(container: Any) -> Any:
-    basic = next((kind for kind in (dict, set) if isinstance(container, kind)), list)
-    return basic(container)
 
 
 def _mark(value: Any) -> Any:

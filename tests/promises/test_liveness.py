@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
 from lightning_gpipe.core.transport.process_group import office
-from lightning_gpipe.core.transport.process_group.wire.link import Link
 from tests.support.faults import Fuse, OwnError
 from tests.support.models import rows
 from tests.support.processes import layers, said, step
@@ -126,30 +124,6 @@ def test_process_that_closes_later_than_others_are_patient_goes_on(three_ranks: 
 
     for losses in three_ranks.run(close_late):
         torch.testing.assert_close(torch.stack(losses), expected.detach().expand(2))
-
-
-def end_before_another_has_read() -> str:
-    """What a process says of the last value of one that ends meanwhile, while it reads slowly."""
-    office.TELL_TIMEOUT = 0.2
-    pipeline = pipeline_of(layers(), lost_after=timedelta(seconds=20))
-    step(pipeline)
-    if torch.distributed.get_rank() == 1:
-        next_frame: Any = Link._next_frame
-
-        def slow(link: Link) -> Any:
-            time.sleep(1.0)
-            return next_frame(link)
-
-        setattr(Link, "_next_frame", slow)  # noqa: B010
-    message = said(partial(pipeline.engine.everywhere, 0, lambda: 3))
-    del pipeline
-    gc.collect()
-    return message
-
-
-def test_process_that_ends_waits_for_those_that_read_slowly(three_ranks: Ranks) -> None:
-    """Once it was lost to them after five seconds, on a machine with too much to do."""
-    assert three_ranks.run(end_before_another_has_read) == ["none"] * 3
 
 
 def stop_before_closing() -> str:

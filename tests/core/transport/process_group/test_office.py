@@ -125,6 +125,28 @@ def test_process_that_others_know_as_lost_is_neither_told_nor_awaited(
     assert lost[0] == ([5], "is lost: it says nothing")
 
 
+def test_process_that_leaves_waits_for_those_that_read_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once it ended the connections after five seconds, and was lost to them."""
+    place = "lightning_gpipe.core.transport.process_group"
+    monkeypatch.setattr(f"{place}.office.TELL_TIMEOUT", 0.05)
+    aborted = threading.Event()
+    monkeypatch.setattr(f"{place}.wire.links.abort_gloo", lambda *_: aborted.set())
+    group: Any = PlayedGroup(stopped=True)
+    office = Office(group, (4, 5, 6), timedelta(seconds=PATIENCE))
+    office.listen()
+    leaving = threading.Thread(target=office.leave)
+    leaving.start()
+
+    assert not aborted.wait(0.5)
+
+    group.ended.set()
+    leaving.join(PATIENCE)
+    assert not leaving.is_alive()
+    assert aborted.is_set()
+
+
 class Came:
     """A receive that has ended."""
 
