@@ -92,11 +92,11 @@ class InlineTransport(Transport):
         if not self._may_run:
             return
         _, *callers = lineage()
-        frames = [sys._getframe(1)]
-        if callers:
-            frame_of = frames_of_threads()
-            frames += [frame_of[thread.ident] for thread in callers if thread.ident in frame_of]
-        if any(map(self._runs_in, frames)):
+        nested = self._runs_in(sys._getframe(1))
+        if callers and not nested:
+            with frames_of_threads() as frame_of:
+                nested = any(self._runs_in(frame_of.get(each.ident or 0)) for each in callers)
+        if nested:
             raise RuntimeError(NESTED)
 
     def _runs_in(self, frame: FrameType | None) -> bool:

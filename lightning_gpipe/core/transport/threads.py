@@ -18,8 +18,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from queue import Empty, SimpleQueue
@@ -197,18 +197,20 @@ def use_threads(number: int) -> None:
         torch.set_num_threads(number)
 
 
-def frames_of_threads() -> dict[int, FrameType]:
-    """Return the present frame of each thread, by the thread's identity.
+@contextmanager
+def frames_of_threads() -> Iterator[dict[int, FrameType]]:
+    """A ``with`` block with the present frame of each thread, by the thread's identity.
 
-    Python 3.11.7 may search for garbage when it makes their frames, under a lock that a thread
-    needs to start. One that starts while an object is finalized then waits for ever, with the
-    interpreter's lock. So nothing is searched meanwhile.
+    The stacks must be searched within it, where no garbage is collected. Before version 3.12,
+    Python may collect some when it makes a frame object, and finalizers let other threads run. The
+    object is then of a frame that has ended, in memory that others use. And a thread that starts
+    while the first frames are made waits for ever, with the interpreter's lock.
     """
     with _FRAMES:
-        searches = gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            yield sys._current_frames()
         finally:
-            if searches:
+            if collects:
                 gc.enable()

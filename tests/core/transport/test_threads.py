@@ -137,7 +137,8 @@ def look_while_threads_start(times: int) -> int:
 
     def look() -> None:
         while not ended.is_set():
-            assert threading.get_ident() in frames_of_threads()
+            with frames_of_threads() as frame_of:
+                assert threading.get_ident() in frame_of
             Garbage()
 
     looking = threading.Thread(target=look)
@@ -156,8 +157,60 @@ def test_threads_start_while_frames_are_looked_at() -> None:
         assert ranks.run(look_while_threads_start, 3000) == [3000]
 
 
+class Gate(Garbage):
+    """Lets a certain thread go on while it is finalized."""
+
+    def __init__(self, opened: threading.Event, passed: threading.Event) -> None:
+        super().__init__()
+        self.opened, self.passed = opened, passed
+
+    def __del__(self) -> None:
+        self.opened.set()
+        self.passed.wait(PATIENCE)
+
+
+def look_while_calls_return() -> list[str]:
+    """The functions on the stack of a thread that returns from them as soon as garbage is found."""
+    opened, passed, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def descend(depth: int) -> None:
+        if depth:
+            descend(depth - 1)
+        else:
+            opened.wait(PATIENCE)
+
+    def work() -> None:
+        descend(20)
+        passed.set()
+        ended.wait(PATIENCE)  # in frames where those of the descent were
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    gc.collect()
+    names = []
+    with frames_of_threads() as frame_of:
+        frame = frame_of.get(thread.ident or 0)
+        Gate(opened, passed)
+        gc.set_threshold(1)
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+    ended.set()
+    gc.collect()
+    thread.join(PATIENCE)
+    return names
+
+
+def test_calls_return_while_a_stack_is_searched() -> None:
+    with new_ranks(1) as ranks:  # which may die
+        [names] = ranks.run(look_while_calls_return)
+
+    assert names.count("descend") == 21
+
+
 @pytest.mark.usefixtures("no_collector")
 def test_a_collector_that_was_off_stays_off() -> None:
-    frames_of_threads()
+    with frames_of_threads():
+        pass
 
     assert not gc.isenabled()

@@ -109,9 +109,10 @@ class OwnWhereabouts:
         self._present = [each for each in self._present if each.group != group]
 
     def now(self) -> Whereabouts:
-        frame = frames_of_threads().get(threading.main_thread().ident or 0)
-        present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
-        return replace(present, line=users_line(frame), begun={**self._begun})
+        with frames_of_threads() as frame_of:
+            frame = frame_of.get(threading.main_thread().ident or 0)
+            present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
+            return replace(present, line=users_line(frame), begun={**self._begun})
 
 
 OWN = OwnWhereabouts()  # state of the process, as the process groups of torch.distributed are
