@@ -1,9 +1,7 @@
 """The pipeline as one ordinary node in the caller's graph.
 
-The node's inputs are the micro-batches, the parameters and tensors captured from outside, its
-outputs those of the last stage. Its backward runs the backward phase of the schedule and returns
-each parameter's gradient once, so everything that uses gradients works as usual: hooks, gradient
-scalers, data parallelism, ``torch.autograd.grad(loss, parameters)``.
+Its backward runs the backward phase of the schedule and returns each parameter's gradient once, so
+hooks, gradient scalers, data parallelism and ``torch.autograd.grad(loss, parameters)`` work.
 
 # Note [The blocking node must be a CPU node]
 The node's backward waits for workers that run backward themselves. PyTorch's engine has one thread
@@ -14,8 +12,6 @@ runs on the thread that called ``backward()``. A second one (:class:`_Outputs`) 
 outputs to that scalar, and its backward only stores their gradients::
 
     micro-batches, parameters --> _Sources --(scalar on CPU)--> _Outputs --> outputs
-
-The loss of a step with a loss for each micro-batch is such a pair, too, see ``losses``.
 
 If backward() is called within another backward, as by `torch.utils.checkpoint` with
 use_reentrant=True, that thread may be a device's thread after all. It must not be blocked, so the
@@ -56,9 +52,8 @@ _AGAIN = (
 class BackwardOnce:
     """The backward of a pair of nodes, which runs once.
 
-    ``compute`` computes the gradients of the sources from those of the outputs; it is None if the
-    backward must not run yet, or has run. ``twice`` is the message for a backward that is to be
-    differentiated, ``again`` for a second or an early one.
+    ``compute`` is None if it must not run yet, or has run. ``twice`` is the message for a backward
+    that is to be differentiated, ``again`` for a second or an early one.
     """
 
     def __init__(self, compute: Compute | None, twice: str = _TWICE, again: str = _AGAIN) -> None:
@@ -93,11 +88,7 @@ def connect(
 def attach(
     minibatch: MiniBatch, inputs: Sequence[FlatTree], outputs: Sequence[FlatTree]
 ) -> list[FlatTree]:
-    """Give ``outputs`` a gradient function that runs the mini-batch's backward phase.
-
-    Return the outputs in the caller's graph. A second backward through them, and one with
-    ``create_graph=True``, raise RuntimeError.
-    """
+    """Return the outputs in the caller's graph; their backward runs the second phase, once."""
     leaves = _Leaves.among(outputs)
     if not leaves.places:
         return list(outputs)
@@ -152,9 +143,8 @@ def leaves_around(loss: Tensor) -> list[Tensor] | None:
 class StepOutputs:
     """The outputs of one micro-batch, in which the graph of the caller's code ends.
 
-    The code must not ask autograd for the gradients of ``sources``, leaves that the outputs depend
-    on: that raises ``refusal``. ``end`` is the leaf and the node in which the code's graph ends, if
-    an output requires a gradient.
+    Asking autograd for the gradients of ``sources``, leaves that the outputs depend on, raises
+    ``refusal``. ``end`` has that graph's last leaf and node, if an output requires a gradient.
     """
 
     def __init__(self, outputs: FlatTree, sources: Iterable[Tensor], refusal: str) -> None:

@@ -1,8 +1,7 @@
 """The caller's end of the pipeline: inputs and outputs of a mini-batch, and their gradients.
 
-The caller sends each micro-batch to the first stage and gets the output of the last one. Loss terms
-come from every stage. Values that are needed in the middle of the pipeline go straight there, and
-outputs that are made there come straight back::
+Loss terms come from every stage. Values that are needed in the middle of the pipeline go straight
+there, and outputs that are made there come straight back::
 
               micro-batch i                              output of micro-batch i
     caller  --(inputs)---------> stage 0 ... stage n-1 --(gives)-----------------> caller

@@ -25,10 +25,9 @@ class DividedWeights(ABC):
 
     @abstractmethod
     def gather(self, j: int, leaves: Mapping[int, nn.Parameter]) -> Callable[[], None]:
-        """Begin to bring the weights of stage ``j`` here; called by the stage's worker.
+        """Begin to gather the weights of stage ``j``; the result waits until they are here.
 
-        ``leaves`` stand for weights of other replicas, by the ids of these; they have memory when
-        this returns. The result waits until the values are there.
+        ``leaves`` stand for weights of other replicas, by the ids of these, and get memory at once.
         """
 
     @abstractmethod

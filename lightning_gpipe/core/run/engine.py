@@ -209,10 +209,9 @@ class Engine:
     ) -> tuple[Tensor | None, list[Any]]:
         """Run the caller's code for each micro-batch, with forwards and backwards in one phase.
 
-        ``function`` runs it for a micro-batch and calls :meth:`UserStep.call` of :attr:`code`; it
-        uses ``modules``, those of the stages among them, whose hooks see the sums of gradients.
-        Return the loss, whose backward hands over the gradients, or None if the code skips the
-        batch; and its result for each micro-batch, detached.
+        ``function`` calls :meth:`UserStep.call` of :attr:`code`; it uses ``modules``, those of the
+        stages among them, whose hooks see the sums of gradients. Return the loss, whose backward
+        hands them over, or None if the code skips the batch; and the detached result of each call.
         """
         with self._transport.exclusive():
             self._equipment.unfinished.settle()
@@ -298,8 +297,7 @@ class Engine:
     def rehearse(self, j: int, compute: Callable[[], Any]) -> Any:
         """As :meth:`everywhere`, for a function that runs layers of stage ``j`` as they are.
 
-        They get the values of parameters that they share with stages of other processes, and
-        arbitrary ones in the place of weights that another replica keeps.
+        Parameters shared with other processes have their values, another replica's arbitrary ones.
         """
         layout = self.layout
         ties = [tie for tie in ties_of(layout) if tie.home != CALLER and j in tie.followers]

@@ -1,10 +1,10 @@
 """The home of complete gradients of stages.
 
 Usually they stay: the mini-batch's autograd node passes them to the parameters. A home may be
-further away: the average over replicas, a shard of it in each, the memory of the host. A stage's
-gradients are complete after its last backward, and the last stage's first, while others still run
-backward. So an action of its own, G, hands them to the home, which sends them beside the rest of
-the schedule, and the node waits for them: a parameter still gets one gradient, in ``backward()``.
+further away: the average over replicas, a shard of it in each, the memory of the host. The last
+stage's gradients are complete while others still run backward, so an action of its own, G, sends
+them home beside the rest of the schedule. The node waits for them: each parameter gets one
+gradient.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""One mini-batch and its state in the pipeline.
-
-Only the autograd node of the mini-batch's output refers to it, so a forward that is never followed
-by a backward frees everything when its output is freed.
-"""
+"""One mini-batch and its state, which is freed with its output if no backward follows."""
 
 from __future__ import annotations
 
@@ -76,8 +72,7 @@ class MiniBatch(MiniBatchRun):
     ) -> list[FlatTree]:
         """Run the first phase, in the caller's thread-local state, which must not be held longer.
 
-        Return each micro-batch's output, joined with the outputs and loss terms of other stages;
-        none in a process that does not get the outputs.
+        Return each micro-batch's output, joined with the outputs and loss terms of other stages.
         """
         self._input_devices = list(map(devices_of, microbatches))
         with self.session:
@@ -116,15 +111,11 @@ class MiniBatch(MiniBatchRun):
     def backward(
         self, output_gradients: Sequence[Gradients], *, to_all: bool = True
     ) -> tuple[list[Gradients], Gradients]:
-        """Run the second phase, once.
+        """Run the second phase, once; return the gradients of inputs, and those of :attr:`leaves`.
 
-        Args:
-            output_gradients: For each micro-batch, the gradients of the leaves of its output.
-            to_all: Whether autograd writes the gradients of all leaves of the caller's graph.
-
-        Returns:
-            For each micro-batch the gradients of the leaves of its input, on their devices, or none
-            if no input requires one; and the sums of the gradients of :attr:`leaves`.
+        The former are, for each micro-batch, those of the leaves of its input, or none if none
+        requires one. ``to_all`` is True if autograd writes the gradients of all leaves of the
+        caller's graph.
         """
         if self.refusal is not None:
             raise RuntimeError(self.refusal)

@@ -51,7 +51,6 @@ class Equipment(NamedTuple):
 
     Attributes:
         unfinished: Mini-batches whose backward has not run.
-        training_flags: Returns the training flags of the stages of all processes.
         workers_with_visits: The workers with something on their device only around its use.
         home: The home of the stages' gradients; None if they stay in this process.
     """
@@ -72,7 +71,6 @@ class MiniBatchRun:
 
     Attributes:
         shared: The devices whose generator several workers, or a worker and the caller, draw from.
-        flags: The training flags of all modules, once it has begun.
         inline: Whether the caller's thread runs the phase.
         session: A ``with`` block for each phase, in which no other mini-batch runs.
         by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
@@ -306,9 +304,7 @@ def pass_alone(
 ) -> StagePass:
     """Return a pass through one stage outside of a mini-batch, for measurements.
 
-    Its shadows must be swapped in while it runs. Its statistics are never committed. ``recomputed``
-    has the micro-batches whose activations are dropped; with ``split`` backward leaves the
-    gradients of the weights to an action of their own.
+    Its shadows must be swapped in while it runs. Its statistics are never committed.
     """
     devices = {torch.device("cpu"), stage.device} - {torch.device("meta")}
     context = Context.capture(devices)

@@ -1,13 +1,12 @@
 """Parameters that stages of several processes share, in one mini-batch.
 
-One process, the home, has the values, and the optimizer changes them there. The others have the
-parameter without values: they get these before their first forward, and send their gradients home
-after the last backward. A parameter used around the stages too is at home in every process, and
-each of them gets the gradients of all stages. With outputs for the last stage it gets those of its
-own stages only, since those of the code around the stages are in some processes only, too.
+One process, the home, has the values, and the optimizer changes them there. The others get these
+before their first forward, and send their gradients home after the last backward. A parameter used
+around the stages too is at home in every process, and each of them gets the gradients of all
+stages. With outputs for the last stage it gets those of its own stages only, since those of the
+code around the stages are in some processes only, too.
 
-All gradients are added in the order of the stages, as in one process, so that sums are the same to
-the bit.
+All gradients are added in the order of the stages, so that sums are the same to the bit.
 """
 
 from __future__ import annotations

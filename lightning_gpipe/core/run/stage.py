@@ -1,7 +1,6 @@
 """One partition at work on a device, with what lasts from one mini-batch to the next.
 
-A stage does not refer to other stages, except in the routes of its skip tensors. Activations of a
-mini-batch belong to its pass, see :mod:`~lightning_gpipe.core.run.stage_pass`.
+A stage refers to no other stage; the activations of a mini-batch belong to its pass.
 """
 
 from __future__ import annotations
@@ -74,12 +73,9 @@ class Stage:
         skip_bytes: The bytes of skip tensors that leave, in the latest micro-batch.
         followed: The slots of parameters whose home is another device.
         on_host: Whether the home of its weights is the memory of the host, and it is on a device.
-        divided: Gathers its weights from replicas, if each keeps a share of them.
         offloads: The number of micro-batches whose activations wait on the host at once, or inf.
         has_visits: Whether weights or activations are on its device only around their use.
         in_backward: Whether its modules have the copies of a backward that runs.
-        journal: The changes made to the modules while they run.
-        state: The state of the modules that forward may change, and the known changes.
         watches: Watches for layers that mix rows, in the first mini-batches of a call signature.
         titled: The layers with their names in errors, such as ``layer 3 (Linear)``.
         gather: Gathers moments of its batch norms in all replicas; None if each has its own.

@@ -78,10 +78,7 @@ def apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:
 
 
 def gradients_in(leaves: list[Any]) -> list[Tensor | None]:
-    """Return the gradients of a stage's inputs; a tensor that appears twice has its gradient once.
-
-    They stay in the leaves too: a layer may hold its input to look at them.
-    """
+    """Return the gradients of a stage's inputs; one of a tensor that appears twice, once."""
     if len(leaves) == 1 and isinstance(leaves[0], Tensor):
         return [leaves[0].grad]
     first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}

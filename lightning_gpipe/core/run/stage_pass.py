@@ -68,11 +68,6 @@ class StagePass:
         recomputed: The micro-batches whose activations are dropped.
         watch: Notices layers that mix rows; None in most mini-batches.
         split: Whether backward leaves the gradients of the weights to an action of their own.
-
-    Attributes:
-        works: The work on each micro-batch, once the caller has sent its inputs.
-        transfer: Sends complete gradients home; None if they stay here.
-        host: Its tensors on the host or in other replicas; None if there are none.
     """
 
     transfer: GradientTransfer | None = None

@@ -42,7 +42,6 @@ class StepAtLast:
         here: Whether the code goes on after its call.
         kinds: The kinds of the caller's actions in this process, with a loss for each micro-batch.
         told: Whether other processes than those of both ends are told of its present call.
-        zero: A zero whose backward runs that of the stages here, once the code has ended.
     """
 
     def __init__(self, layout: Layout) -> None:

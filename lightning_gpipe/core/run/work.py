@@ -1,8 +1,6 @@
 """The work of a stage on a micro-batch: the steps of its part of a program.
 
-Its inputs come with the micro-batch and by routes, and its outputs leave likewise. A route carries
-values of the program, or a skip tensor, which the layers themselves pop from a table
-and stash in it.
+A route has values of the program, or a skip tensor, which layers pop from a table or stash in it.
 """
 
 from __future__ import annotations
@@ -22,11 +20,8 @@ from lightning_gpipe.core.skip import in_flight, leaving_tensors, table_of, usin
 class Work:
     """The steps of one stage of a program.
 
-    Attributes:
-        arriving: All routes to the stage, in the order of what arrives.
-        leaving: All routes from it, in the order of what leaves; loss terms last.
-        from_caller: Whether a route comes from the caller.
-        signature: Equal for work that makes the same calls.
+    ``arriving`` and ``leaving`` are all routes, in the order of the values; loss terms leave last.
+    ``signature`` is equal for work that makes the same calls.
     """
 
     def __init__(self, stage: Stage, program: Program, *, terms: bool = False) -> None:

@@ -1,8 +1,4 @@
-"""Runs one worker's row of the schedule over its stages.
-
-This is the loop with the effects, without decisions of its own: the row gives the next action, and
-the action gives its inputs and the place of its result.
-"""
+"""Runs one worker's row of the schedule over its stages, without decisions of its own."""
 
 from __future__ import annotations
 
@@ -65,8 +61,7 @@ class WorkerTask(RowTask):
         streams: The caller's streams, on which its layers compute.
         context: The caller's thread-local state, to run in.
         forward: The thread-local state of forwards, if they have one of their own.
-        told: Whether the caller of this process says when it has prepared a micro-batch, whose
-            input may come from another process before.
+        told: Whether the caller of this process says when it has prepared a micro-batch.
         here: Whether the thread that performs it has this state and these streams already.
     """
 
@@ -206,10 +201,7 @@ class WorkerTask(RowTask):
 
 
 class HostWorkerTask(WorkerTask):
-    """The task of a worker whose stages have something on their devices only around its use.
-
-    ``whole`` is its row of all phases that will run.
-    """
+    """The task of a worker whose stages have something on their devices only around its use."""
 
     def __init__(self, whole: Row, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -26,8 +26,7 @@ from lightning_gpipe.core.run.backward.roots import leaves_behind, root_of
 class UsedLeaves:
     """The leaves that took part in one mini-batch; used from several threads.
 
-    If the pipeline is ``spread``, other processes have stages too, which know of no captured
-    tensor. While ``searching``, the graphs of all micro-batches are searched.
+    If the pipeline is ``spread``, stages of other processes know of no captured tensor.
     """
 
     def __init__(self, shadows: Sequence[Shadows], *, spread: bool = False) -> None:
@@ -40,10 +39,7 @@ class UsedLeaves:
     def record(
         self, outputs: Iterable[Any], inputs: Iterable[Any], *, captures: bool
     ) -> Sequence[Tensor]:
-        """Return the captured leaves in the graphs of a stage's outputs, where a search is needed.
-
-        ``captures``: the stage may have captured tensors from outside.
-        """
+        """Return the captured leaves that outputs depend on, if the stage may have some."""
         if not (self.searching or captures):
             return ()
         leaves = {id(leaf): leaf for leaf in leaves_behind(map(root_of, outputs))}

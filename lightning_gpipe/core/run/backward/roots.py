@@ -49,11 +49,7 @@ def roots_of(leaves: Iterable[Any]) -> list[Root | None]:
 
 
 def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None]) -> None:
-    """Run backward from the roots that have a gradient.
-
-    It omits the check of arguments in ``torch.autograd.backward``, which takes as long as backward
-    through a small layer.
-    """
+    """Run backward from roots with a gradient, without the slow checks of ``torch.autograd``."""
     starts, values = with_gradients(roots, gradients)
     if starts:
         _engine_run_backward(
@@ -78,8 +74,7 @@ def gradients_of(
 def asking_for(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> None:
     """Call ``compute``; a node called in it computes the gradients of ``edges`` only.
 
-    A node asks autograd which of its gradients are needed in the present backward. So ``compute``
-    is called within one, whose only leaf is made for it.
+    Autograd tells a node which gradients the present backward needs: ``compute`` runs in one.
     """
     leaf = torch.zeros((), device="cpu", requires_grad=True)
     leaf.register_hook(lambda _: compute())

@@ -1,11 +1,8 @@
 """Backward through a stage in two parts: B, to its inputs, and W, later, to its weights.
 
-A :class:`~lightning_gpipe.core.run.backward.split.Split` says what is computed when; this runs it.
-Between B and W the graph is kept, for the operators that W runs again, with the gradients that
-entered them. The other saved tensors of the graph are freed after B.
-
-Where a backward cannot be split, or no input requires a gradient, as in the first stage, B is the
-whole of it, and W does nothing.
+Between B and W the operators that W runs again keep their saved tensors, and the gradients that
+entered them. The other saved tensors of the graph are freed after B. Where a backward cannot be
+split, or no input requires a gradient, as in the first stage, B is the whole of it.
 
 # Note [An operator runs twice, its hooks once]
 A hook on a tensor that a layer computes, such as that of retain_grad(), belongs to the node that

@@ -1,9 +1,8 @@
 """The backwards of one pass through a stage.
 
-Backward through a micro-batch's graph ends in the stage's inputs and shadows. If the layers
-captured a tensor from outside, it goes on into the graph behind that tensor, which other
-micro-batches and the caller share: so that graph must be kept, and the gradients of its leaves
-belong to the pipeline's node, which returns their sums.
+Backward through a micro-batch's graph ends in the stage's inputs and shadows. But behind a captured
+tensor it goes on into a graph that other micro-batches and the caller share: so that graph is kept,
+and the gradients of its leaves are returned by the pipeline's node.
 """
 
 from __future__ import annotations

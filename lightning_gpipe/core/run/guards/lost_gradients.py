@@ -115,10 +115,9 @@ class LostGradients:
 
 
 class UnfinishedMiniBatches:
-    """The mini-batches of a pipeline whose backward has not run, held weakly, with their leaves.
+    """The mini-batches whose backward has not run, held weakly, with their leaves.
 
-    The backward never will run if nothing refers to the mini-batch any more. A layer that uses a
-    tensor of it nevertheless would lose the gradient.
+    If nothing refers to one any more, a layer that uses a tensor of it would lose the gradient.
     """
 
     def __init__(self) -> None:

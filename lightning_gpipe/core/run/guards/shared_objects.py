@@ -1,10 +1,10 @@
 """Side channels between layers, which talk to each other past the pipeline.
 
 In a plain nn.Sequential a layer may write into a dict that a later layer reads, or set an attribute
-on the tensor that it returns. In a pipeline stages run at the same time, each on another
-micro-batch, and tensors that travel are new objects. So a stage may read another micro-batch's
-value, or none. Objects that modules of several stages hold are compared before and after the first
-mini-batches, and the attributes of tensors that leave a stage are checked in its first runs.
+on the tensor that it returns. Stages run at the same time, each on another micro-batch, and tensors
+that travel are new objects: a stage would read another micro-batch's value, or none. So the first
+mini-batches are checked for edits of objects that several stages hold, and for attributes of
+tensors.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Values that the caller's code leaves to layers, while stages work on other micro-batches.
 
 A module around the layers may compute the scale of one: ``block.scale = self.hyper(condition)``.
-With a loss for each micro-batch, the code has run for later ones when a stage runs the layer for an
-earlier one, which finds the latest value. So all micro-batches must have the same. The same is true
-of a context variable: stages have that of micro-batch 0.
+With a loss for each micro-batch, a stage would find the scale of a later one. So all micro-batches
+must have the same. The same is true of a context variable: stages have that of micro-batch 0.
 
-Layers set attributes, too, on other threads. So the places are found at the code's first call of a
-mini-batch, before any layer runs. All that layers hold is searched in the first mini-batches only,
-which takes milliseconds for a hundred layers; later, attributes and buffers that are others.
+Layers set attributes, too, on other threads. So the places are found before any layer runs. All
+that layers hold is searched in the first mini-batches only, which takes milliseconds for a hundred
+layers; later, attributes and buffers that are others.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class ValuesOnLayers:
     def at_call(self, i: int, before: Context, variables: Context) -> list[Tensor]:
         """Return the tensors that the code for micro-batch ``i`` has left to layers at its call.
 
-        ``before`` are the context variables before the code, ``variables`` those at its call.
+        ``before`` and ``variables`` are the context variables before the code and at its call.
         Raises a RuntimeError if values differ from those for micro-batch 0.
         """
         if not i:

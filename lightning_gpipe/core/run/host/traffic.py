@@ -17,10 +17,7 @@ from lightning_gpipe.core.schedules import (
 
 
 class HostTraffic:
-    """Moves tensors of one worker's stages from the host or other replicas and back, by its row.
-
-    ``row`` is the row of all phases that will run, ``phase`` that of the present one.
-    """
+    """Moves tensors of one worker's stages from the host or other replicas and back, by its row."""
 
     def __init__(self, w: int, row: Row, phase: Row, passes: Mapping[int, StagePass]) -> None:
         hosts = {j: each.host for j, each in passes.items() if each.host is not None}

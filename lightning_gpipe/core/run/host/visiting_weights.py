@@ -1,9 +1,8 @@
 """Weights that are on a device only around their use, and elsewhere between.
 
-So a model may be larger than all devices together. The copies on the device are the stage's shadows
-of one mini-batch: their memory comes and goes, while the graphs of micro-batches keep the shadows.
-A view of a weight that autograd saves for backward would keep the memory too, so autograd saves its
-place instead, and finds it in the copy that is there in backward.
+The copies on the device are the stage's shadows of one mini-batch: their memory comes and goes,
+while the graphs of micro-batches keep the shadows. A view of a weight that autograd saves for
+backward would keep the memory too, so autograd saves its place in the weight instead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Activations that wait in the memory of the host for their backward.
 
-Of a micro-batch that is recomputed a stage keeps the inputs, of another one the tensors that
-autograd has saved. They leave when the micro-batch's forward has ended, so that layers may edit in
-place until then, and come back as new tensors, while the action before theirs is at work.
+They are a stage's inputs, if the micro-batch is recomputed, or else the tensors that autograd has
+saved. They leave when the micro-batch's forward has ended, so that layers may edit in place until
+then, and come back as new tensors, while the action before theirs is at work.
 
-Tensors that somebody else holds too stay, such as a weight, a constant of a layer, the input of the
-next stage, or one held by a hook of the user's: to copy them would give nothing back. So do small
-ones.
+Small tensors stay, and those that somebody else holds too, such as a weight or the input of the
+next stage: to copy these would give nothing back.
 """
 
 from __future__ import annotations
@@ -141,10 +140,7 @@ class _HostMemory:
 
 
 class _Kept:
-    """A tensor that is kept for a backward: on the device, or as a view of memory on the host.
-
-    ``view`` is its type, offset, size and stride.
-    """
+    """A tensor kept for a backward: on the device, or as a view of memory on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()

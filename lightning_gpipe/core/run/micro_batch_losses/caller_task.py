@@ -32,12 +32,11 @@ def first_call(code: UserStep, timeline: Timeline) -> Call | None:
 class CallerTask(RowTask):
     """The caller's row, which runs while the workers run theirs.
 
-    Where it has no losses, the code ends at its calls: its outputs are for another process.
-
-    ``first`` is its call for the first micro-batch, at which it is suspended already. Micro-batches
-    may have other programs, as where a mask is made of those with padding only: ``set_program`` is
-    called with the index of such a micro-batch, its program, and whether it has loss terms. After
-    that the stages ``told`` may run it. ``at_last_loss`` is called when all have their losses.
+    If it has no losses, the code ends at its calls. ``first`` is its call for the first
+    micro-batch, at which it is suspended already. Micro-batches may have other programs, as where
+    only those with padding have a mask: ``set_program`` is called with the index, the program, and
+    whether it has loss terms, before the stages ``told`` may run it. ``at_last_loss`` is called
+    after all losses.
     """
 
     def __init__(

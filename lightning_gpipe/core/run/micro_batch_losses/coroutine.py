@@ -2,11 +2,10 @@
 
 The code must run for a later micro-batch before it can go on for an earlier one. A thread for each
 would do that, but a profiler, a counter of operations, autocast and Ctrl-C all belong to the
-caller's thread. So each is a greenlet on the caller's own thread: a stack of its own, to which the
-thread switches in about a microsecond, and on which any Python code can be suspended.
-
-The state of the thread, such as grad mode, is not switched with the stack. So the code must be
-suspended in the state in which it began; its caller checks that.
+caller's thread. So each is a greenlet on that thread: a stack of its own, to which the thread
+switches in about a microsecond, and on which any Python code can be suspended. Thread-local state,
+such as grad mode, is not switched with it, so the code must be suspended in the state in which it
+began.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class Coroutine:
         return self._module.getcurrent() is self._greenlet
 
     def resume(self, value: Any = None) -> Any:
-        """Run it, where :meth:`suspend` returns ``value``, until it is suspended again or ends.
-
-        Return the value with which it was suspended; the function's result if it has ended.
-        """
+        """Run it until it is suspended again or ends; return the value of that, or its result."""
         return self._greenlet.switch(value)
 
     def suspend(self, value: Any) -> Any:

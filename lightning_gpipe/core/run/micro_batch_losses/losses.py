@@ -101,10 +101,7 @@ class Losses:
         return loss, seed.to(loss.dtype).expand_as(loss)
 
     def weighted(self, i: int, term: Term) -> Term:
-        """Return a loss term of micro-batch ``i`` such that the weighted losses have all of it.
-
-        A mean over rows is weighted as it must be. A sum would count by its share of the rows.
-        """
+        """Return a term to be weighted: a sum counts whole, not by its share of the rows."""
         if term.reduction == "mean":
             return term
         self._sums = term.name

@@ -1,10 +1,9 @@
 """The gradients of the leaves that the caller's code uses, while it runs for each micro-batch.
 
-Its graphs end in the parameters of modules around the stages, in those of layers, as with a penalty
-on their weights, and in other tensors. The code must meet all of them as they are: with the
-``.grad`` of the last step, and as keys of an optimizer's state. So backward returns their
-gradients, instead of accumulating them, and a shadow of each leaf gathers them, which the code
-never meets. Hooks on parameters see the sums only, in the backward of the loss.
+Its graphs end in parameters around the stages, in those of layers, as with a penalty on weights,
+and in other tensors. The code must meet all of them as they are: with the ``.grad`` of the last
+step, and as keys of an optimizer's state. So backward returns their gradients without writing them,
+shadows of the leaves gather these, and hooks see the sums only, in the backward of the loss.
 """
 
 from __future__ import annotations

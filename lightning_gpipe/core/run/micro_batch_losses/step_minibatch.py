@@ -1,9 +1,8 @@
 """One mini-batch with a loss for each micro-batch, computed by the caller's code.
 
-Forwards and backwards alternate in one phase, so a backward needs a loss while others have not
-begun. The caller's code runs for each micro-batch on the caller's thread, at the same time as the
-workers or in turns with them; it is a row of the schedule. At the end all gradients are known, and
-the loss is returned as one node that hands them over.
+Forwards and backwards alternate in one phase. The caller's code is a row of the schedule, on the
+caller's thread, at the same time as the workers or in turns with them. At the end all gradients are
+known, and the loss is returned as one node that hands them over.
 """
 
 from __future__ import annotations

@@ -70,10 +70,7 @@ Presented = tuple[FlatTree, list[Term]]  # the outputs of a call, and the loss t
 
 
 class Call(NamedTuple):
-    """A call of the pipeline by the caller's code, whose stages run in its context variables.
-
-    ``told`` is True if processes between the first stage and the last were told of it.
-    """
+    """A call of the pipeline by the caller's code, whose stages run in its context variables."""
 
     inputs: FlatTree
     program: Program
@@ -105,7 +102,6 @@ class UserStep:
         running: The micro-batch for which it runs now; None while it is suspended.
         undisturbed: A ``with`` block in which no worker uses the modules.
         answers: Numbers what processes compute together in the exchange.
-        trained: The parameters of the stages that have gradients.
     """
 
     def __init__(

@@ -4,12 +4,11 @@ Threads let devices compute at the same time. They also share the lock of one in
 one another for each value: where operators are small that costs more than it gains. The faster
 choice depends on the model, the batches and the machine; the results are the same.
 
-A mini-batch may take twice as long the slower way, so few of them are spent on the comparison. The
-first one runs the way that the size of the layers suggests, and only warms up. With threads, the
-clock of each thread tells how long it has computed, and one thread takes about the sum. If that is
-longer than the mini-batch took, threads are faster. If one thread has taken no longer for a
-micro-batch on a stage than to wake another thread for it, one thread is faster. Only between these
-bounds both run in turns.
+Few mini-batches are spent on the comparison. The first one runs the way that the size of the layers
+suggests, and only warms up. With threads, their clocks tell how long they have computed, and one
+thread takes about the sum. If that is longer than the mini-batch took, threads are faster. If one
+thread has taken no longer for a micro-batch on a stage than to wake another thread for it, one
+thread is faster. Only between these bounds both run in turns.
 """
 
 from __future__ import annotations
@@ -118,11 +117,10 @@ class ThreadsOrInline:
 
 
 class RunnerComparison:
-    """Runs mini-batches of one kind both ways, until the faster one is known.
+    """Runs mini-batches of one kind both ways, until the faster one is known, with its ``times``.
 
     ``pairs`` is the number of stages times that of micro-batches; 0 where the processor's time does
-    not tell how long one thread would take. ``first`` is the way of the first mini-batch. ``times``
-    are measured once the comparison has ended.
+    not tell how long one thread would take. ``first`` is the way of the first mini-batch.
     """
 
     def __init__(

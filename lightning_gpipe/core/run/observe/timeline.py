@@ -4,9 +4,8 @@ A schedule predicts a bubble; only a record of the real run shows the bubble. Wo
 timestamps, from their threads, which are converted to seconds when the timeline is read. So does
 the caller, where its code is a row of the schedule; it is not a worker that could be idle.
 
-An observation tells the times of a timeline, stage by stage. A stage is busy while one of its
-actions runs. It waits while its worker is idle in a phase of the mini-batch; the caller's time
-between the phases is not the pipeline's.
+A stage is busy while one of its actions runs, and waits while its worker is idle in a phase of the
+mini-batch; the caller's time between the phases is not the pipeline's.
 """
 
 from __future__ import annotations
