@@ -1,9 +1,8 @@
 """Mutual exclusion of mini-batches that use the same layers.
 
 If two of the user's threads ran mini-batches at once, they would wait for one another's workers,
-and each would see the other's changes to the layers. So they take turns, even in different
-pipelines of the same layers. After a run has failed, the next one also waits for workers that are
-still in the middle of an action.
+and see the other's changes to the layers. So they take turns, even in different pipelines of the
+same layers. After a run has failed, the next one also waits for actions that have not ended.
 
 A worker runs its layers for a thread that waits for it, and the two count as one. So a layer can
 contain another pipeline, whose layers are then layers of both.
@@ -75,10 +74,7 @@ if sys.platform != "win32":
 
 
 class Exclusion:
-    """Lets one thread at a time run mini-batches with the layers of some layouts; reentrant.
-
-    ``before`` is called when a thread gets its turn.
-    """
+    """Lets one thread at a time run mini-batches with the layers of some layouts; reentrant."""
 
     def __init__(self, *layouts: Layout, before: Callable[[], None] = lambda: None) -> None:
         self._layouts = layouts

@@ -60,8 +60,7 @@ class InlineExchange(Exchange):
 class InlineTransport(Transport):
     """Runs all workers in turns on the calling thread.
 
-    Operators use as many intra-op threads as if ``shares`` workers on threads shared the cores, so
-    that results are the same to the bit.
+    Operators use as many threads as if ``shares`` workers shared the cores: results are bit-equal.
     """
 
     def __init__(

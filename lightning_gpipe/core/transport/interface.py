@@ -96,10 +96,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
-        """Wait for the value that ``at`` needs, and return it on the device of ``at``.
-
-        Raises RunCancelled, or a RuntimeError if the run ended without sending it.
-        """
+        """Wait for the value that ``at`` needs, on its device; raise if the run ends without it."""
 
     def receive_end(self) -> None:
         """Wait until the phase has ended, also in a process that gets no result of it."""
@@ -124,10 +121,7 @@ class Task(ABC):
 
     @abstractmethod
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
-        """Return a context manager around all actions, entered on the thread that performs them.
-
-        ``joined`` is True within the session of another worker, which has set the thread's state.
-        """
+        """Return a manager of the thread's state, which another worker has set if ``joined``."""
 
     @abstractmethod
     def perform(self, actions: Sequence[Action]) -> None:
@@ -153,10 +147,7 @@ class Transport(ABC):
 
     @abstractmethod
     def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
-        """Run a task for each worker, in order, and one of the calling thread if there is one.
-
-        Raises the error of the first worker to fail; the others are stopped.
-        """
+        """Run a task for each worker, and the caller's; raise the error of the first to fail."""
 
     @property
     def begun(self) -> int:
@@ -176,10 +167,7 @@ class Transport(ABC):
         return None
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:  # noqa: B027 - most wait for nobody
-        """Call ``act``, on another thread, when waiting for another process is in vain.
-
-        That process is lost, or has failed while this one waits elsewhere and does not notice.
-        """
+        """Call ``act``, on another thread, when waiting for a lost or failed process is in vain."""
 
     def explain(  # noqa: B027 - most have nobody to tell
         self, cause_of: Callable[[BaseException], BaseException]

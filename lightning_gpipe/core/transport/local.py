@@ -1,8 +1,7 @@
 """Workers as threads of one process, one for each device.
 
-Threads share memory, so a value for the same device is not copied. Each worker has one inbox, a
-queue for values and for the cancellation of the run: a failure elsewhere wakes a waiting worker at
-once.
+Values for the same device are not copied. Each worker has one inbox for values and for the
+cancellation of the run: a failure elsewhere wakes a waiting worker at once.
 """
 
 from __future__ import annotations
@@ -215,9 +214,8 @@ class LocalTransport(Transport):
 class Workers:
     """The threads of transports over the same devices, used by one caller at a time.
 
-    Two pipelines of one model, such as an encoder and a decoder, run one after another, so a device
-    needs one thread for both. They take turns: if two of the user's threads ran one each, the
-    workers could wait for one another in different pipelines.
+    Two pipelines of one model, such as an encoder and a decoder, share them and take turns: else
+    the workers could wait for one another in different pipelines.
     """
 
     def __init__(self, *layouts: Layout) -> None:
@@ -234,10 +232,7 @@ class _Pool:
         self.idle = True
 
     def finish(self) -> None:
-        """Wait for workers that are in the middle of an action of a failed run.
-
-        Until they return, their layers have the changes that the failed run made.
-        """
+        """Wait for workers in an action of a failed run: until then layers have its changes."""
         if not self.idle:
             for thread in self.threads:
                 thread.finish(POLL)

@@ -7,10 +7,9 @@ worker threads, which are not interrupted, record the end of each job and its er
 When the interpreter ends, Python before 3.14 ends a daemon thread that returns from C code by
 unwinding its stack. Most functions of PyTorch release the interpreter's lock and take it again in a
 destructor, which must not be unwound: the process prints "terminate called without an active
-exception" and ends by SIGABRT, whatever its own error was. All threads of this package are daemons,
-so that none keeps a process from ending, and call PyTorch. So the owner of a thread joins it before
-the interpreter ends, for some seconds at most. One that waits for an answer of a store may wait
-for longer, and nothing ends that: it is stopped for good where it waits.
+exception" and ends by SIGABRT, whatever its own error was. All threads of this package are daemons
+that call PyTorch. So the owner of a thread joins it before the interpreter ends, for some seconds
+at most. One that waits for longer, as for a store's answer, is stopped for good where it waits.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ _FRAMES = threading.Lock()
 class WorkerThread(threading.Thread):
     """A named thread with a queue of jobs; its creator must end it with :meth:`end`.
 
-    The operating system knows it by the first word of its name, 15 letters at most: profilers and
-    debuggers show that. A job must not raise; :meth:`Outcomes.of` makes a job of any function, and
-    records its error. ``intra_op`` is the number of threads that its operators may use, or 0 if
-    that was not set; ``caller`` the thread that waits for the current job.
+    A job must not raise; :meth:`Outcomes.of` makes a job of any function, and records its error.
+    ``intra_op`` is the number of threads that its operators may use, or 0 if that was not set;
+    ``caller`` the thread that waits for the current job.
     """
 
     def __init__(self, name: str) -> None:
@@ -162,8 +160,7 @@ def check_cores(cores: object, devices: Sequence[torch.device] = ()) -> None:
 def perform_with(cores: int, phase: Schedule, task: Task, row: Sequence[Action]) -> None:
     """Perform some actions of a task, each with its number of intra-op threads.
 
-    Workers that are at work at once share the cores, so one whose neighbours wait has theirs. The
-    schedule says who is at work when, so the numbers are those of any other transport.
+    Workers that are at work at once, by the schedule, share the cores: alike in all transports.
     """
     at_work = phase.at_work
     for number, actions in groupby(row, lambda action: share_of(cores, at_work[action])):

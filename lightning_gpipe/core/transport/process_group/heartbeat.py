@@ -29,10 +29,9 @@ _JOIN = 5.0  # seconds
 
 
 class Heartbeat:
-    """Sends beats to the neighbours, and reports those that are silent.
+    """Sends beats to the neighbours, and calls ``on_silent`` once with each that is lost.
 
-    ``lost_after`` is how long a process may be silent, and ``start`` how many times as long before
-    it is heard for the first time. ``on_silent`` is called once with each that is lost.
+    A process may be silent for ``lost_after``, and ``start`` times as long at the beginning.
     """
 
     def __init__(

@@ -101,10 +101,7 @@ class Ledger:
         return self.failed > 0 and self.begun == 0
 
     def fail(self, *, running: bool) -> tuple[int, bool]:
-        """Record that this process has failed; the next exchange is the first of another count.
-
-        Return the number of the exchange that fails, and whether it did already in another process.
-        """
+        """Record a failure here; return the exchange that fails, and if it has elsewhere."""
         self.begun += not running  # between two the next one fails, since others can end this one
         serial, known = self.serial, self.failure is not None
         self._failures.pop(self.failed, None)
@@ -113,10 +110,7 @@ class Ledger:
         return serial, known
 
     def mark_sent(self, error: BaseException) -> None:
-        """Mark an error that the others are told of, after :meth:`fail`.
-
-        It passes several places that send it: the mini-batch, the model around it, the Trainer.
-        """
+        """Mark an error that others are told of: it passes several places that send it."""
         vars(error).setdefault(_SENT, {})[self._name] = self.serial
 
     def was_sent(self, error: BaseException | None) -> bool:

@@ -1,12 +1,9 @@
 """The post office of a process: it sends failures to other processes, and delivers what they send.
 
-There is one for all pipelines over the same processes, since a process that fails in one of them
-comes to none of the others. A value goes to the exchange that runs, or waits for the one that this
-process has not begun. A failure ends the exchange that runs, or the next one.
-
-Failures and ends concern all, and each process passes on what is news to it. Heartbeats go between
-neighbours in a tree, and carry the operations of each subtree to the root, which finds waits that
-are in vain.
+There is one for all pipelines over the same processes. A value goes to the exchange that runs, or
+waits for the one that this process has not begun. A failure ends the exchange that runs, or the
+next one, and each process passes it on. Heartbeats go between neighbours in a tree, and carry the
+operations of each subtree to the root, which finds waits that are in vain.
 """
 
 from __future__ import annotations
@@ -132,10 +129,7 @@ class Office:
             return self.ledger.failure_at_end
 
     def tell(self, error: BaseException) -> None:
-        """Tell all others that this process has failed, unless they know.
-
-        Their run ends with it, or their next one; the one after that works.
-        """
+        """Tell all others that this process has failed: their present run ends, or the next."""
         recipient = self._recipient
         if recipient is not None:
             recipient.abandon()
@@ -170,8 +164,7 @@ class Office:
     def hear_of_loss(self, ranks: Sequence[int], how: str) -> None:
         """Record a loss of some global ranks, which another office of this process knows of.
 
-        A rank that another office has lost, as a Trainer of an earlier fit may have, is alive if
-        this one hears it. If none is lost, some wait for one another, and all end.
+        Those that this one hears are alive. If none is lost, some wait for one another: all end.
         """
         others = [k for k, rank in enumerate(self.ranks) if rank in ranks and k != self._rank]
         own = [k for k in others if not (self._listens and self._heartbeat.hears(k))]

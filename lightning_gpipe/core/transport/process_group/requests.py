@@ -1,17 +1,15 @@
 """Requests to some processes, such as to stop, which all processes fulfil after the same step.
 
-A process that is told to stop must not do so alone, and a vote in each step would cost time. So the
-processes count their steps, and heartbeats carry the requests. A process that hears of one answers
-with its present step, at whose end it waits until it knows the latest of these steps. All fulfil
-the request after that one::
+A process must not stop alone, and a vote in each step would cost time. So the processes count their
+steps, and heartbeats carry the requests. A process that hears of one answers with its present step,
+at whose end it waits until it knows the latest of these steps. All fulfil it after that one::
 
     rank 0   step 4   step 5: asked   waits at its end for a beat   step 6   stops
     rank 1   step 4   step 5                  step 6: hears of it            stops
 
-Requests and answers go up the tree of processes and down again: each process tells its parent the
-number of answers below it, and their latest step, and the root tells the latest of all. The threads
-of the heartbeats answer, whatever the processes do. Requests that are fulfilled and made again are
-told apart by the number of times.
+Each process tells its parent in the tree the number of answers below it, and their latest step, and
+the root tells the latest of all. The threads of the heartbeats answer, whatever the processes do.
+Requests that are fulfilled and made again are told apart by the number of times.
 """
 
 from __future__ import annotations

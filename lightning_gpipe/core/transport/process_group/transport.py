@@ -47,10 +47,9 @@ class ProcessGroupExchange(LocalExchange):
     The caller's code runs in each process, on the same values. So the caller sends to the workers
     of its own process only, and results go to all callers.
 
-    With outputs for the last stage, the caller's code goes on from its call in the process of that
-    stage only. It sends to the workers of all processes. Outputs go to the process of the last
-    stage, gradients of inputs to that of the first. The result that ends the phase goes to the
-    others as well, without its value.
+    With outputs for the last stage, the caller's code goes on in the process of that stage only,
+    and sends to the workers of all processes. Outputs go to that process, gradients of inputs to
+    that of the first stage, and the others learn of the end of a phase.
     """
 
     def __init__(
@@ -246,10 +245,7 @@ class ProcessGroupExchange(LocalExchange):
 
 
 class ProcessGroupTransport(Transport):
-    """Runs the workers of this process with ``runner``, and connects them with those of others.
-
-    ``pipeline`` is the number of the pipeline among those that were connected together.
-    """
+    """Runs the workers of this process with ``runner``, and connects them with those of others."""
 
     def __init__(
         self,

@@ -37,10 +37,7 @@ def device_for() -> Any:
 
 @contextmanager
 def connecting_on_demand() -> Iterator[None]:
-    """A ``with`` block that makes process groups whose processes connect at their first message.
-
-    Over Gloo they would connect each with all others at once. See :func:`set_connected`.
-    """
+    """A ``with`` block that makes process groups whose processes connect at the first message."""
     before = os.environ.get(_ON_DEMAND)
     os.environ[_ON_DEMAND] = "1"
     try:
@@ -52,10 +49,7 @@ def connecting_on_demand() -> Iterator[None]:
 
 
 def choose_interface(main_address: str) -> None:
-    """Let Gloo use the interface that leads to the first machine, unless the user has chosen one.
-
-    Raises a RuntimeError if there is none, or more than one.
-    """
+    """Let Gloo use the only interface to the first machine; raise RuntimeError if it is unclear."""
     if _VARIABLE in os.environ:
         return
     addresses = addresses_of_interfaces()

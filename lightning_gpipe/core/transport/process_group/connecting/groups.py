@@ -51,10 +51,8 @@ def rank_among(
 ) -> int:
     """Return the rank of this process among the owners of the workers, or 0 if it owns all.
 
-    Raises:
-        ValueError: If the owners do not fit the workers or the group, or ``lost_after`` is not
-            positive.
-        RuntimeError: If there is no process group.
+    Raises a ValueError for owners that do not fit, or a wrong ``lost_after``, and a RuntimeError if
+    there is no process group.
     """
     if lost_after is not None and (owners is None or lost_after <= timedelta(0)):
         raise ValueError(
@@ -130,10 +128,7 @@ class Lifeline:
         self._requests.ask(request)
 
     def end_step(self) -> list[str]:
-        """Count a step that all processes have in common; return the requests to fulfil after it.
-
-        Raises RankFailed if that cannot be known, since another process has failed.
-        """
+        """Count a common step; return the requests to fulfil after it. Raises RankFailed."""
         self._requests.end_step()
         while True:
             due = self._requests.due(alone=self._office.absence() is not None)

@@ -1,7 +1,6 @@
 """The address at which the first process listens, and the others reach it.
 
-torch.distributed would look up a name and wait for a listener without an end. It would also listen
-at all addresses of the machine.
+torch.distributed would wait for names and listeners without an end, and listen at all addresses.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ _POLL = 0.2  # seconds
 def resolve(host: str, timeout: timedelta) -> list[str]:
     """Return the addresses of the first machine, IPv4 before IPv6.
 
-    Ask for ``timeout``, as the name of a container may become known later; then raise a
-    RuntimeError.
+    The name of a container may become known later; a RuntimeError is raised after ``timeout``.
     """
     message = (
         "the first machine must have an address: nobody knows that of "
@@ -46,8 +44,7 @@ def _addresses(host: str, timeout: timedelta) -> list[str]:
 def listen(host: str, port: int, timeout: timedelta) -> socket.socket | None:
     """Return a socket that listens at one address of this machine only, by which others reach it.
 
-    The result is None if ``host`` does not say at which address the others come, since it is that
-    of a gateway, or leads to a loopback address on this machine only.
+    None if ``host`` does not tell the address: it is a gateway's, or a loopback one here only.
     """
     addresses = resolve(host, timeout)
     if is_loopback(addresses[0]) and host not in ("localhost", *addresses):

@@ -43,9 +43,8 @@ def store_barrier(
 
     The processes are a tree. Each waits for its children, comes to its parent, and passes on the
     answer, which is the name of the first process. It comes under a name that the parent has drawn,
-    and the parent answers each ticket. So entries that an earlier run left in the store, such as
-    one that torchrun has ended, are no answers. A collective would wait for as long as the user's
-    process group does, and not name the missing.
+    and the parent answers each ticket, so entries of an earlier run in the store are no answers. A
+    collective would wait for as long as the user's group does, and not name the missing.
 
     After ``timeout`` a RuntimeError names the missing, and the ``purpose``. ``check`` raises if
     there is no use in waiting any more.
@@ -127,10 +126,7 @@ class Members:
 
 
 def call_with_timeout(timeout: timedelta, function: Callable[[], T], message: str) -> T:
-    """Call ``function`` on another thread and return its result, or raise its error.
-
-    After ``timeout`` it raises a RuntimeError that begins with ``message``.
-    """
+    """Call ``function`` on another thread; raise a RuntimeError after ``timeout``."""
     outcome: Future[T] = Future()
 
     def call() -> None:

@@ -32,9 +32,7 @@ class Peers(NamedTuple):
 class SharedOffice:
     """An office with a name that is the same in all processes, and the connections that share it.
 
-    Attributes:
-        pipelines: The names of all pipelines so far, by their numbers.
-        keepers: The connections for which other processes hear this one.
+    ``pipelines`` are the names of all so far; for its ``keepers`` other processes hear this one.
     """
 
     def __init__(self, office: Office, peers: Peers, name: str) -> None:
@@ -50,10 +48,7 @@ class SharedOffice:
 
     @classmethod
     def latest(cls, peers: Peers) -> SharedOffice | None:
-        """Return the latest office between ``peers`` that can be shared, or None.
-
-        Earlier ones may remain in some processes only, where they are not freed yet.
-        """
+        """Return the latest office between ``peers`` that can be shared, or None."""
         offices = [shared for shared in _OFFICES if shared._connects(peers)]
         return offices[-1] if offices else None
 

@@ -1,8 +1,7 @@
 """Entries of a store that only processes of the same job can write.
 
-Anyone who reaches the address of a torch.distributed store can read and write all of it. So each
-entry by which processes find one another is signed with the job's token, a secret that the launcher
-gives to all of them, and an entry of a stranger is ignored.
+Anyone who reaches a torch.distributed store can read and write all of it. So entries by which
+processes find one another are signed with the launcher's secret, and others are ignored.
 """
 
 from __future__ import annotations

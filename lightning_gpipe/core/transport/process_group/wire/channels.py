@@ -1,8 +1,8 @@
 """Channels between GPUs of two processes: tensors go straight from one to the other.
 
-Gloo sends from the memory of a host, so a tensor of a GPU would be copied there and, in the
-other process, back, and the first copy waits until the GPU has computed it. NCCL sends from GPU to
-GPU, on a stream, but its receiver must know what comes, and occupies the GPU until it does.
+Over Gloo, a tensor of a GPU would be copied to the host, once it is computed, and back in the other
+process. NCCL sends from GPU to GPU, on a stream, but its receiver must know what comes, and
+occupies the GPU until it does.
 
 So a value is announced over Gloo, with the form of each of its tensors, and their bytes follow on a
 channel: a communicator for one direction between two GPUs, made when it is first used. Both sides
@@ -13,13 +13,12 @@ use it in the order of the announcements, and no receive waits for whatever come
     NCCL                 bytes --------------+
     link                 allocate, receive, event -> inbox -> the receiver's stream waits for it
 
-Two directions have two communicators, since the operations of one run one after another. Each has
-its own stream for arrivals, too: a value must not wait for one from elsewhere.
+Each channel has a stream for arrivals: a value must not wait for one from elsewhere.
 
 # Note [A lost process ends its channels]
 A kernel that waits for a lost process would wait for ever, and what torch does about it ends this
-process before it says who is lost. So these communicators handle no errors and have no timeout:
-the office, which hears of the loss, aborts them.
+process before it says who is lost. So these communicators handle no errors and have no timeout: the
+office, which hears of the loss, aborts them.
 """
 
 from __future__ import annotations
@@ -149,10 +148,7 @@ class Channels:
                 channel.settle()
 
     def finish(self, timeout: float) -> bool:
-        """Wait for the GPUs, some seconds at most; return True if nothing is on its way any more.
-
-        The host ends a phase, and may end the process, before the GPUs have sent the last of it.
-        """
+        """Wait some seconds for the GPUs to send the last of a phase; return True if they have."""
         deadline = time.monotonic() + timeout
         while not (done := self._aborted or all(channel.idle for channel in self._all())):
             if time.monotonic() > deadline:

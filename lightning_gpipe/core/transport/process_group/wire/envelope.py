@@ -76,10 +76,7 @@ def open_message(frame: Tensor, receive: Callable[[Tensor], None]) -> tuple[Head
 
 
 class Reader:
-    """Reads the values of a message, one after another; ``receive`` gets bytes that follow it.
-
-    ``tensors`` are those of the present value as bytes, as far as they have been read.
-    """
+    """Reads the values of a message, one after another; ``receive`` gets bytes that follow it."""
 
     def __init__(self, content: memoryview, receive: Callable[[Tensor], None]) -> None:
         self.tensors: list[Tensor] = []

@@ -1,10 +1,8 @@
 """The connection to one other process.
 
 Sending returns at once; the memory must stay unchanged until the send has completed. A thread
-receives all messages in order, and delivers them. Both need a backend that sends and receives host
-tensors, such as Gloo.
-
-The tensors of a value that go straight between GPUs follow it on a channel.
+receives all messages in order, and delivers them. Both need a backend for host tensors, such as
+Gloo; the tensors of a value that go straight between GPUs follow it on a channel.
 
 Gloo connects two processes when the first message goes between them, and waits until both have one.
 So a link connects on its own thread, or before it starts, and sends wait in a queue until it has.

@@ -1,12 +1,11 @@
 """The connections to other processes, and the sends that have not completed.
 
 A process is connected with its neighbours in a tree of all processes, and with those that it
-exchanges values with: it asks them over the tree to connect too. What all must know, it tells all
-that it is connected with, and each of them passes it on once. So a message gets around a process
-that is lost, and comes before the end of the process that sends it.
+exchanges values with: it asks them over the tree to connect too. What all must know is passed on by
+each to all its connections once. So it gets around a process that is lost, and comes before the end
+of the process that sends it.
 
-A send returns at once, and reads its memory later. Copies in messages only have to live so long.
-Other memory must stay unchanged until then, so a phase ends when its sends have completed.
+A send returns at once, and reads its memory later: a phase ends when its sends have completed.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
 
 
 class Links:
-    """Sends to other processes, and receives from them; made in all of them at once.
-
-    ``near`` are the connections to the neighbours in the tree.
-    """
+    """Sends to other processes and receives from them; ``near`` are connections to neighbours."""
 
     def __init__(self, group: ProcessGroupGloo, receiver: Receiver, channels: Channels) -> None:
         self._group = group
@@ -133,10 +129,7 @@ class Links:
     def tell(
         self, header: Header, text: str = "", *, but: Collection[int] = ()
     ) -> list[PendingSend]:
-        """Send a header and a text to all connected processes but some.
-
-        Return the sends to those that receive: another one reads nothing until it starts again.
-        """
+        """Send to all connected processes but some; return the sends to those that receive now."""
         sends: list[PendingSend] = []
         for link in self:
             if link.rank not in but:

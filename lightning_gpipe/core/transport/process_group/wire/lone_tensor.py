@@ -1,8 +1,6 @@
-"""A value that is one dense tensor, as a row of integers.
+"""A value that is one dense tensor, as most values between stages, as a row of integers.
 
-Most values between stages are one tensor. To pickle and to read its form takes longer than all else
-that is done with a small one, so it goes as integers. Any other value is pickled, see
-:mod:`tensor_bytes <lightning_gpipe.core.transport.process_group.wire.tensor_bytes>`.
+To pickle and read its form would take longer than all else that is done with a small one.
 """
 
 from __future__ import annotations

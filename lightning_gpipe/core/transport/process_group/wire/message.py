@@ -1,8 +1,4 @@
-"""Messages between processes: a header, and values or a text.
-
-A header of a fixed size goes first, because the receiver cannot know by itself what comes next. See
-:mod:`envelope <lightning_gpipe.core.transport.process_group.wire.envelope>` for how values follow.
-"""
+"""Messages between processes: a header of a fixed size, and values or a text."""
 
 from __future__ import annotations
 

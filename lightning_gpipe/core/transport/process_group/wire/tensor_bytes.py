@@ -99,10 +99,9 @@ def form_and_bytes(tensor: Tensor, gpus: GpuPair | None = None) -> tuple[DenseFo
 def tensor_of(
     form: DenseForm, fill: Callable[[Tensor], object], receive: Receive | None = None
 ) -> Tensor:
-    """Make a tensor, without its ``requires_grad`` and its marks.
+    """Make a tensor without ``requires_grad`` and marks; ``receive`` makes one that comes straight.
 
-    ``fill`` writes the values into a tensor of bytes; it is not called if there are none.
-    ``receive`` makes a tensor whose values come straight.
+    ``fill`` writes the values into a tensor of bytes, if there are any.
     """
     if form.gpus is not None:
         assert receive is not None, "only links have channels"
@@ -130,11 +129,10 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 
 
 def pack(value: Any, gpus: GpuPair | None = None) -> tuple[bytes, list[Tensor]]:
-    """Return a value without its dense tensors, and the bytes of these.
+    """Return a value without its dense tensors, and the bytes of these, on the first of ``gpus``.
 
-    A tensor that is there twice stays one tensor, and two with the same memory keep sharing it.
-    The bytes are on the host, or on the first of ``gpus`` if they go straight between these.
-    Raises a TypeError for a value that may not be sent.
+    Identical tensors stay one, and tensors keep sharing memory. Raises a TypeError for a value that
+    may not be sent.
     """
     buffer = io.BytesIO()
     packer = _Packer(buffer)
