@@ -1,8 +1,7 @@
 """Chooses devices, and puts modules there without ever having all of a large model on one.
 
-Parameters stay the same objects, so optimizers keep working and tied parameters stay tied. A module
-on the ``meta`` device gets its memory on its own device, and its values from a checkpoint, from a
-file, or from its ``reset_parameters()``.
+Parameters stay the same objects, and tied ones stay tied. A module on the ``meta`` device gets its
+memory on its own device, and its values from a checkpoint, a file or ``reset_parameters()``.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def choose_devices(
 ) -> list[torch.device]:
     """Return the device of each worker, for pipelines with these numbers of stages.
 
-    None chooses as many GPUs as divide the numbers of stages, or without a GPU as many CPU
-    threads, and warns if it uses one of several GPUs.
+    None chooses as many GPUs as divide these (warning if it is one of several), or CPU threads.
     """
     if devices is None:
         common = gcd(*stages)

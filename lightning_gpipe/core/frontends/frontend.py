@@ -1,8 +1,6 @@
 """The interface between the facade and the front-ends, which make programs of forwards.
 
-A front-end knows the user's module, and neither the facade nor the engine. It lists the units that
-can be cut, makes the partitions, and installs itself: calls of the model then run as programs. The
-facade uses it in this order::
+A front-end knows the user's module, and neither the engine nor the facade, which uses it so::
 
     frontend = Loop(model, "model.layers")              # checks what can be checked without input
     partitions = frontend.partitions([8, 8])            # the facade moves them to their devices
@@ -37,17 +35,13 @@ class RunProgram(Protocol):
     ) -> list[Any]:
         """Run a program; return its outputs, in order, merged over the micro-batches.
 
-        The program has as many stages as there are partitions. Tensors in ``values``, which are
-        pytrees, are cut by rows unless they are marked by :func:`~lightning_gpipe.whole`.
-        ``chunks`` is by default that of the facade.
+        Tensors in ``values``, which are pytrees, are cut by rows unless they are marked by
+        :func:`~lightning_gpipe.whole`. ``chunks`` is by default that of the facade.
         """
 
 
 class OwnerProcesses(Protocol):
-    """The processes that own the stages, and their workers; the engine's.
-
-    All of them run the user's forward on the same values, and so make the same program of it.
-    """
+    """The processes that own the stages; all run the user's forward on the same values."""
 
     @property
     def layout(self) -> Layout:
@@ -67,19 +61,16 @@ class OwnerProcesses(Protocol):
     def rehearse(self, j: int, compute: Callable[[], Any]) -> Any:
         """Compute a pytree in the process of stage ``j``, and return it in all processes.
 
-        All of them must call this, in the same order. No worker uses the modules meanwhile, and the
-        layers have the values of all their parameters. If ``compute`` fails, its process raises the
-        error, and the others raise that it has failed.
+        All of them must call this, in the same order; all raise if ``compute`` does. No worker uses
+        the modules meanwhile, and the layers have the values of all their parameters.
         """
 
 
 class Frontend(ABC):
     """Makes programs of the calls in the forward of the module at ``path`` in the user's model.
 
-    Attributes:
-        takes_batch: Whether the layers get the batch as the user made it, and no values of a
-            forward: any way to split batches serves them.
-        variables: The context variables that it sets while a program runs.
+    ``takes_batch`` is True if the layers get the batch as the user made it, so that any way to
+    split batches serves. ``variables`` are the context variables that it sets during a program.
     """
 
     takes_batch = False
@@ -139,10 +130,9 @@ class Frontend(ABC):
 
     @abstractmethod
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
-        """Make calls of the model run as a pipeline.
+        """Make calls of the model run as a pipeline, whose stages ``processes`` have, if any.
 
-        ``processes`` are those of the stages, None if they have no workers. Raises a RuntimeError
-        if the model runs as a pipeline already.
+        Raises a RuntimeError if the model runs as a pipeline already.
         """
 
     def remove(self) -> None:

@@ -1,9 +1,8 @@
 """Builds a model without the memory of its parameters, and gives it the values in a folder.
 
-To read all files into one state dict and to copy it needs the memory of the model twice. Here each
-tensor is read alone, onto its device if it has one, or when it is placed; the headers of the files
-are checked before. Under ``torch.device("meta")`` buffers have no values either, and those that no
-file has, such as the frequencies of rotary embeddings, are computed in the constructor alone.
+Each tensor is read alone, onto its device if it has one, or when it is placed; the headers of the
+files are checked before. Buffers that no file has, such as the frequencies of rotary embeddings,
+are computed by constructors alone, so ``torch.device("meta")`` would not do.
 """
 
 from __future__ import annotations

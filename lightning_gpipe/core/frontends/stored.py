@@ -1,8 +1,7 @@
 """Parameters and buffers on the meta device whose values are in a file.
 
-Each tensor of a large model is read when it is placed: only then its device is known. Until then an
-attribute of the tensor has the place of its value. Names would not do: a wrapper, such as an
-adapter, renames the modules in it, and a tied parameter has several names.
+Each tensor of a large model is read when it is placed. Until then an attribute of it has the place
+of its value. Names would not do: an adapter renames modules, and a tied parameter has several.
 """
 
 from __future__ import annotations
@@ -103,9 +102,8 @@ def is_in_another_process(tensor: Tensor) -> bool:
 def check_unread_weights(root: nn.Module) -> None:
     """Raise ValueError if tensors on the meta device were added to a model with values in files.
 
-    An adapter that a library adds to a layer on the meta device loses its values, and
-    ``reset_parameters()`` would give it others; so it would parameters that ``fully_shard`` has put
-    in the place of those of the files.
+    ``reset_parameters()`` would give other values to an adapter that was added on the meta device,
+    and to parameters that ``fully_shard`` has put in the place of those of the files.
     """
     tensors = chain(root.named_parameters(), root.named_buffers())
     on_meta = [(name, tensor) for name, tensor in tensors if tensor.is_meta]

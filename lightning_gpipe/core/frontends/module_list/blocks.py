@@ -33,10 +33,7 @@ def running() -> Manager:
 
 
 class Block:
-    """One block of the nn.ModuleList; while it is installed, its module's calls come here.
-
-    Its ``device``, that of its stage, is None if the stage has no parameters and buffers.
-    """
+    """One block of the nn.ModuleList, which gets its module's calls while it is installed."""
 
     _receive: Receiver  # set when it is installed
 

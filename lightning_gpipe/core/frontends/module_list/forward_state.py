@@ -69,8 +69,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 class CallState:
     """The values that a recorded call sees: attributes, hooks, context variables, arguments.
 
-    ``arguments`` is None for a call that an earlier forward made too, when all was compared: the
-    numbers and flags of the block are enough then.
+    ``arguments`` is None for a call that an earlier forward made too, when all was compared.
     """
 
     def __init__(self, call: RecordedCall, arguments: Arguments | None) -> None:

@@ -1,7 +1,6 @@
 """The forwards of a model with blocks in a pipeline: their calls are recorded, and then run.
 
-A forward begins and ends with that of a module that holds the blocks. Until it ends it must have
-called all of them, in order, each once.
+Until the forward of the module that holds the blocks ends, it must have called each once, in order.
 """
 
 from __future__ import annotations

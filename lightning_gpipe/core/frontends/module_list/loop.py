@@ -37,10 +37,7 @@ from lightning_gpipe.core.layout import Partition, check_balance, check_distinct
 
 
 class Loop(Frontend):
-    """Makes programs of the loop over the blocks of the nn.ModuleList at ``path``.
-
-    Raises a TypeError or a ValueError if the blocks cannot be cut.
-    """
+    """Makes programs of the loop over the nn.ModuleList at ``path``; raises if it cannot be cut."""
 
     variables = (RUNNING,)
 

@@ -22,10 +22,7 @@ _PROGRAMS = 8  # in memory of a tape: one for each choice of values that the for
 
 
 def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
-    """Run the program of a recording in n stages, and make its placeholders tensors.
-
-    Placeholders that nothing refers to any more are not computed for the caller.
-    """
+    """Run the program of a recording in n stages, and make placeholders in use tensors."""
     wanted = {placeholder.number: placeholder for placeholder in recording.alive}
     program = _program(recording, wanted, n)
     inputs = (recording.inputs[number] for number in program.inputs)

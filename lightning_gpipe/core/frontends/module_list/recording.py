@@ -48,7 +48,6 @@ class LoopRecording:
         first: The tensor whose dim 0 is the rows of the mini-batch.
         history: What earlier forwards have shown; it grows.
         caches: The rule for objects that blocks fill.
-        state: The state of the thread in which the forward began.
         rehearse: Runs calls of a stage on a few rows, for all processes.
 
     Attributes:

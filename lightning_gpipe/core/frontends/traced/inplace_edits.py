@@ -1,8 +1,7 @@
 """In-place edits in a traced forward, and the check that other stages would see them.
 
-The steps after an edit are changed to use its result, as a value that travels is another tensor. An
-edit also changes other tensors with the same memory: in a pipeline only those on one stage, so
-others are refused.
+The steps after an edit use its result, as a value that travels is another tensor. Edits that change
+other tensors with the same memory on another stage are refused.
 """
 
 from __future__ import annotations

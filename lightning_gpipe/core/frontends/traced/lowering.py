@@ -184,10 +184,9 @@ def _first(index: Any) -> Any:
 
 
 def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a copy of a layer without state that several stages run, maybe at the same time.
+    """Run a copy of a stateless layer of several stages, in the training mode of the trace.
 
-    Its attributes are those of now, but its training mode that of the trace: that of the layer may
-    have changed when its call is recomputed.
+    That of the layer may have changed when its call is recomputed.
     """
     copy = layer.__new__(type(layer))
     copy.__dict__.update(layer.__dict__, training=training)
@@ -195,10 +194,7 @@ def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> 
 
 
 def run_unedited(run: Callable[..., Any], title: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer, and raise UnsupportedForward if it has edited an argument, which is used later.
-
-    Another stage has tensors of its own, which would not be edited as in the plain module.
-    """
+    """Run a layer; raise UnsupportedForward if it has edited an argument that other stages use."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     counted = [(x, x._version) for x in tensors if not x.is_inference()]
     returned = run(*args, **kwargs)

@@ -55,10 +55,7 @@ _FILLED = frozenset({"zeros", "ones", "full", "empty"})
 
 
 class RowDims(dict[fx.Node, int | None]):
-    """The dim of the rows in each value that has rows; None where it cannot be told.
-
-    ``others`` has the dims of a step that must not be the rows', by rank.
-    """
+    """The dim of the rows in each value, or None; ``others`` are dims that must not be, by rank."""
 
     def __init__(self, graph: CallGraph) -> None:
         rows, counts = _rows_in(graph)

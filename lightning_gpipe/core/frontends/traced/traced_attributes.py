@@ -1,10 +1,9 @@
 """The attributes of modules: those that a trace changes, and those that its graph depends on.
 
-Assignments to attributes and appended items during a trace, of symbolic values, are undone. A
-pipeline would not make them again, so the forward of that module cannot be traced. Numbers, flags,
-tensors, children and missing hooks of modules that were traced through are constants of the graph,
-as are attributes that the forward reads of other modules, such as ``self.dropout.p``: a change of
-one needs a new graph.
+A forward that assigns symbolic values to attributes, or appends them, cannot be traced: a pipeline
+would not do it again. Numbers, flags, tensors, children and missing hooks of modules that were
+traced through are constants of the graph, as are attributes that the forward reads of other
+modules, such as ``self.dropout.p``: a change of one needs a new graph.
 """
 
 from __future__ import annotations

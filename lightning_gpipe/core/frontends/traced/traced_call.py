@@ -31,11 +31,9 @@ def across_rows(line: str, what: str) -> UnsupportedForward:
 class TracedCall:
     """A function or method of a step (empty ``name``: a layer), and its arguments.
 
-    Attributes:
-        dim: The dim of the rows in its first argument, or in the first tensor in that.
-        rows: The dims of the rows in all arguments.
-        others: Dims that count from another end than ``dim``, and must be others.
-        untold: Whether no rule tells of it.
+    ``rows`` are the dims of the rows in all arguments, ``dim`` that in the first one, or its first
+    tensor. ``others`` are dims that count from another end, and must differ from ``dim``.
+    ``untold`` is True if no rule tells of it.
     """
 
     def __init__(self, node: fx.Node, dims: Mapping[fx.Node, int | None]) -> None:

@@ -47,10 +47,9 @@ def is_layer(module: nn.Module) -> bool:
 class Tracer(fx.Tracer):
     """Traces one call of a module; modules in ``whole`` stay whole, like those of :func:`is_layer`.
 
-    Attributes:
-        returned: The forward's result, with a node for each value.
-        failed: The innermost module whose forward raised while it was traced through.
-        attributes: The constants that the user's code read of modules, and of parameters.
+    ``returned`` is the result, with a node for each value, ``failed`` the innermost module whose
+    forward raised, and ``attributes`` are the constants that the code read of modules and
+    parameters.
     """
 
     def __init__(

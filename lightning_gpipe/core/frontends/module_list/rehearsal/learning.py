@@ -35,10 +35,9 @@ _KINDS = 10_000  # of calls, of which something is known
 
 @dataclass(frozen=True, eq=False)
 class Learner:
-    """Learns how the calls of one forward are cut.
+    """Learns how the calls of one forward are cut, along with dim 0 of ``first``.
 
-    The rows of the mini-batch are dim 0 of ``first``; ``knowledge``, by kind of call, grows;
-    ``samples`` are the values of the forward for a few rows.
+    ``knowledge``, by kind of call, grows; ``samples`` are the values for a few rows.
     """
 
     first: Tensor
@@ -174,9 +173,8 @@ class CacheRule:
     """Decides about objects that blocks fill, such as the caches of keys and values.
 
     Micro-batches would fill a cache over one another. Without gradients the mini-batch runs in one
-    micro-batch, which fills it as the plain model does. With gradients a cache is not read: blocks
-    get None, as in libraries that recompute layers. ``spread``: other processes have blocks too,
-    which fill objects of their own.
+    micro-batch, which fills it as the plain model does. With gradients blocks get None instead, as
+    in libraries that recompute layers. ``spread``: other processes fill objects of their own.
     """
 
     def __init__(self, *, spread: bool = False) -> None:

@@ -75,10 +75,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """One call of a new kind, run on ``few`` rows of the mini-batch; on all if that is None.
-
-    ``samples`` has the values of placeholders for these few rows.
-    """
+    """One call of a new kind, run on ``few`` rows, or on all; ``samples`` are of placeholders."""
 
     call: RecordedCall
     arguments: Arguments
@@ -160,8 +157,7 @@ class Rehearsal:
     def _needs_other(self, readings: Readings, path: Path) -> bool:
         """Return True if only the other reading of an argument is right, though these run.
 
-        Raises a Doubt if both run and make a difference, and rows may depend on others with both or
-        neither.
+        Raises a Doubt if both run and differ, and rows may depend on others with both or neither.
         """
         # A block may count the rows of all its input together, as in `x.view(rows, -1, width)`. So
         # neither reading runs by chance, the number of rows is one that divides no such count.
@@ -190,10 +186,7 @@ class Rehearsal:
     def _run(
         self, readings: Readings, few: int | None = None, probe: Sequence[int] | None = None
     ) -> Trial:
-        """Run the call on a few rows, by default ``few``, of everything.
-
-        With ``probe``, on those of these rows, after all were made different from one another.
-        """
+        """Run the call on a few rows, or on the rows ``probe`` of ones that all differ."""
         few = few or self.few
         device = self.call.device
         copies: dict[Path, tuple[Any, Any]] = {}

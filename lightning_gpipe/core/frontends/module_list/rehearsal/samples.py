@@ -110,10 +110,9 @@ def few_of(tensor: Tensor, cut: Cut, rows: int, few: int | Sequence[int] | None)
 
 @dataclass(eq=False)
 class Samples:
-    """The values of one recording for ``few`` of its rows, or for all.
+    """The values of one recording for ``few`` of its rows, or for all; its ``tape`` may grow.
 
-    ``inputs`` has the tensors from outside by number, and how they are cut; ``rehearse`` runs calls
-    of a stage, for all processes. The ``tape`` may grow.
+    ``inputs`` has the tensors from outside; ``rehearse`` runs calls of a stage, for all processes.
     """
 
     tape: Tape

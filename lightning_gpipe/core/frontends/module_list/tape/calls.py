@@ -1,7 +1,6 @@
 """The calls of a program's steps, and the structure of what they return.
 
-The user's forward gets placeholders before there is a result, whose structure is seen once for each
-kind of block, and checked in all later results.
+It is seen once for each kind of block, for placeholders, and checked in all later results.
 """
 
 from __future__ import annotations

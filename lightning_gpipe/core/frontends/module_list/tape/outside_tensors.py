@@ -16,10 +16,9 @@ Read = Callable[[Tensor, Reading | None], Reading | None]
 
 
 class OutsideTensors:
-    """The tensors from outside of one forward.
+    """The tensors from outside of one forward: ``inputs`` by number, with how they are cut.
 
-    ``inputs`` has them by number, and how they are cut, and grows. ``read`` returns how a tensor is
-    cut, given the reading learned of another one in its place.
+    ``read`` returns how a tensor is cut, given the reading learned of another one in its place.
     """
 
     def __init__(self, inputs: dict[int, tuple[Tensor, Reading]], rows: int, read: Read) -> None:

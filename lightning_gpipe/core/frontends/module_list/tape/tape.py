@@ -1,8 +1,7 @@
 """One forward's calls of its blocks, without tensors.
 
-The next forward most often does the same: it follows the tape of an earlier one as long as the
-arguments of its calls are the same, and need not learn anything. With the first call that differs
-it goes on by itself, from a copy of what it has followed.
+Each forward follows the tape of an earlier one, and need not learn anything, as long as its calls
+have the same arguments. From the first that differs it goes on with a copy.
 """
 
 from __future__ import annotations
@@ -72,11 +71,9 @@ class TapeEntry:
 class Tape:
     """The recorded calls of a forward, in order.
 
-    Attributes:
-        steps: The steps of calls, and those that prepare their arguments, by the results' numbers.
-        calls: The call that returns a value, or has it as a leaf of its result.
-        programs: Programs of all of it, by what they return. With one, it changes no more.
-        reusable: Whether another forward may follow it.
+    ``steps`` has those of calls, and those that prepare their arguments, by the results' numbers,
+    ``calls`` the call that returns a value. With one of ``programs``, it changes no more.
+    ``reusable`` says whether another forward may follow it.
     """
 
     def __init__(self) -> None:
