@@ -59,10 +59,7 @@ def setting(read: Callable[[], Any], write: Callable[[Any], object], value: Any)
 
 
 class LazyManagers:
-    """Enters the managers that a function returns; calls the function on entry.
-
-    An error passes through all managers: none of them suppresses it.
-    """
+    """Enters the managers that a function returns on entry; none of them suppresses an error."""
 
     # A class: see Note [Context managers are classes]. An ExitStack takes several times as long.
 

@@ -1,9 +1,8 @@
 """Leaves of graphs that stand for parameters: aliases, and copies on another device.
 
-A quantised weight is more than its values: it has scales in attributes, or a class that is made of
-several tensors. A copy has copies of them all, in copies of the objects that hold them, where the
-layer's forward looks for them. Where the home is the memory of the host, copies are hollow: their
-values come and go later, in each of these tensors.
+A quantised weight has scales in attributes, or is made of several tensors: a copy has copies of
+them all, where the layer's forward looks for them. Where the home is the memory of the host, copies
+are hollow: their values come and go later, in each of these tensors.
 """
 
 from __future__ import annotations

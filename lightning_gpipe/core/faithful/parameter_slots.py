@@ -18,7 +18,6 @@ class ParameterSlots(Parameters):
     """The slots of a module: parameters for the caller's code, and shadows for layers.
 
     The shadows are in the dict's own storage, which torch.compile reads past these methods.
-    ``by_caller`` returns whether the calling code is the caller's.
     """
 
     def __init__(self, slots: Parameters, by_caller: Callable[[], bool]) -> None:

@@ -2,17 +2,15 @@
 
 A parameter's gradient must arrive once per backward, after all micro-batches, or hooks fire too
 often, data parallelism breaks and ``torch.autograd.grad(loss, params)`` cannot work. So micro-batch
-graphs must not end in the parameters. To add up the gradients of micro-batches afterwards would
-need memory for a second set of them.
+graphs must not end in the parameters, nor their gradients take memory for a second set.
 
 A shadow is a leaf that aliases a parameter's storage and its version counter, with its class and
 attributes. The graphs of all micro-batches end in the shadows, autograd adds the gradients up in
 place, and ``shadow.grad`` is passed to the parameter at the end without a copy.
 
-A parameter that stages on several devices share is on one of them, its home. On the others its
-shadow is a copy, made anew for every mini-batch, whose gradients are added to that at home. Where
-the home is the memory of the host, or another replica, the copies get their values while the
-mini-batch runs.
+A parameter that stages on several devices share has one home. On the other devices its shadow is a
+copy, made anew for every mini-batch, whose gradients are added to that at home. Where the home is
+the host, or another replica, the copies get their values while the mini-batch runs.
 """
 
 from __future__ import annotations
@@ -53,12 +51,10 @@ class Shadows:
         divided: Whether those without values in this process, which have none in ``values``, do.
         examined: Whether to look for edits of copies by their values, which takes time.
         recomputed: Whether forward will run again, so that edits in between must be detected.
-        by_caller: Returns whether the calling code is the caller's, which must not find shadows.
-            None if it does not run while they are in the slots.
+        by_caller: Returns whether the caller's code calls, which must not find shadows.
 
     Attributes:
-        hosted: The tensors that parameters consist of whose values come later, each with that of
-            its shadow, which has a placeholder for its values.
+        hosted: The tensors whose values come later, each with that of its hollow shadow.
     """
 
     def __init__(

@@ -12,9 +12,8 @@ as the micro-batch has rows, in all micro-batches, it was cut::
     it gets    (3, 5, 16)  (3, 5, 16)  (2, 5, 16)     the time was cut
                (5, 3, 16)  (5, 3, 16)  (5, 2, 16)     a layer has transposed, which is right
 
-If all micro-batches have the same size, that may be the length of the time by chance: then other
-sizes and the memory layout decide, see :func:`_was_cut`. Undecidable cases are allowed, and so is a
-single micro-batch.
+If all micro-batches have the same size, :func:`_was_cut` decides. Undecidable cases are allowed,
+and so is a single micro-batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Deferred batch norm: running statistics per mini-batch, not per micro-batch.
 
 A batch norm that runs on micro-batches updates its running statistics once for each of them, and
-again in a recomputation: the trained model differs from the plain one, without an error. torchgpipe
-sums x and x² over a fixed number of micro-batches, which loses digits to cancellation, gives the
-biased variance, and is wrong for fewer micro-batches.
+again in a recomputation: the trained model differs from the plain one, without an error. Sums of x
+and x² would lose digits to cancellation.
 
 Here a batch norm still normalises by micro-batch, or by the rows of all replicas, but records the
 mean and the unbiased variance of its input, though not in a recomputation. These are merged after
@@ -142,10 +141,7 @@ class _RecordingForward:
 
 
 def over_replicas(norms: Iterable[_BatchNorm], gather: Gather) -> Manager:
-    """A ``with`` block in which batch norms that train normalise by the rows of all replicas.
-
-    They update their running statistics in each call.
-    """
+    """Let batch norms that train normalise by the rows of all replicas, in a ``with`` block."""
     training = (norm for norm in norms if norm.training)
     return Journal().changed(
         [

@@ -1,9 +1,8 @@
 """Batch norms that normalise by the rows of all replicas of a pipeline.
 
 Micro-batch i is normalised with micro-batch i of all replicas, as ``nn.SyncBatchNorm`` does with
-whole batches, also on the CPU. Moments go round in one exchange in forward, and the sums for the
-gradient of the input in another one in backward, in a group of each worker: the replicas come to
-the same norms in the same order, that of the schedule.
+whole batches, also on the CPU. Moments go round in one exchange in forward, sums for the gradient
+of the input in one in backward, in a group of each worker: all replicas have the same schedule.
 """
 
 from __future__ import annotations

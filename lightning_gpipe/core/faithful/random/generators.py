@@ -47,10 +47,8 @@ _DREW, _MOVED, _UNTAGGED = 1, 2, 4
 class Randomness:
     """The generators that a stage draws from while it runs one mini-batch.
 
-    Args:
-        devices: The devices whose default generators only the stage's worker uses.
-        private: The generators that replace those shared with other workers in forward, if any do.
-        libraries: Whether to save the states of Python's and NumPy's for recomputation, too.
+    They are the default ones of ``devices``, if no other worker uses these, or ``private`` ones.
+    With ``libraries`` the states of Python's and NumPy's are saved for recomputation, too.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Detects layers that draw from Python's ``random`` or ``numpy.random``.
 
 To compare their states takes longer than a small layer, so they are compared in mini-batches 1, 2,
-4, 8 and so on of each training mode. :mod:`~lightning_gpipe.core.faithful.random.random_state` says
-when such draws are reproducible.
+4, 8 and so on of each training mode.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Makes operators draw from other generators than the default ones.
 
-Note [Drawing from private generators] in
-:mod:`~lightning_gpipe.core.faithful.random.generators` says why.
+See Note [Drawing from private generators].
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ def drawing_by_default() -> Manager:
 
 
 class PrivateGenerators:
-    """A generator for each micro-batch of stage ``j``, which no other thread draws from.
+    """A generator for each micro-batch of stage ``j``, in place of the default ones of ``devices``.
 
-    They replace the default generators of ``devices``. ``untagged`` has the names of custom
-    operators that drew from those themselves.
+    ``untagged`` has the names of custom operators that drew from the default generators.
     """
 
     def __init__(

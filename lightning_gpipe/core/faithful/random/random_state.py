@@ -1,11 +1,9 @@
 """The states of random generators as one value, to restore and to compare.
 
-The generators are PyTorch's default ones, one for each device; those of Python's ``random`` and
-``numpy.random``, one each in a process; and those that modules hold.
-
-Python's and NumPy's cannot be replaced by private ones. If all stages run on the caller's thread,
-their states are saved and restored for a recomputation. On threads the stages draw by turns, in an
-order that the operating system decides: a recomputation would draw other numbers.
+They are PyTorch's default ones, those of Python's ``random`` and ``numpy.random``, which a process
+has once, and those that modules hold. Python's and NumPy's cannot be replaced by private ones: they
+are restored for a recomputation if all stages run on the caller's thread. On threads the stages
+draw in an order that the operating system decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Runs mini-batches so that the numbers they draw do not depend on the timing of threads.
 
-See Note [Drawing from private generators]. The first mini-batch of each training mode of the
-modules always runs with private generators, and shows whether the model draws.
+See Note [Drawing from private generators].
 """
 
 from __future__ import annotations
@@ -67,13 +66,8 @@ _LATE = {
 class RandomDraws:
     """Records whether a pipeline draws random numbers, and redirects its draws.
 
-    Args:
-        devices: The device of each worker.
-        spread: Whether other processes have workers too. All generators are shared then: outside
-            of the stages, all processes must draw the same.
-
-    Attributes:
-        shared: The devices whose generator several workers may draw from.
+    ``shared`` are the devices whose generator several workers may draw from: all of them if the
+    pipeline is ``spread``, since outside of the stages all processes must draw the same.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, spread: bool = False) -> None:

@@ -2,12 +2,9 @@
 
 A layer that reads such an attribute computes something else when it runs again. So a recomputation
 gets the attributes of modules, of objects that they hold, and of parameters from before the first
-forward, and afterwards the modules get those back that the first forwards left.
-
-They are compared by identity before and after each first forward that is recomputed, at well under
-a microsecond per module. The contents of lists, dicts and tensors are compared as far as they were
-copied, see :mod:`~lightning_gpipe.core.faithful.state.contents`. A tensor that the recomputation
-leaves replaces that of the first forward, which may be there for its gradient.
+forward, and afterwards the modules get those back that the first forwards left. Attributes are
+compared by identity, contents of lists, dicts and tensors as far as they were copied. A tensor that
+the recomputation leaves replaces that of the first forward, for its gradient.
 """
 
 from __future__ import annotations

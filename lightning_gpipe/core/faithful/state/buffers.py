@@ -1,8 +1,7 @@
 """Buffers that layers update in forward, such as moving averages and counters.
 
-Buffers are saved by reference, for layers that assign a new tensor, and by value if a layer may
-edit them in place. The values of large ones, such as masks, are copied in the first run, and later
-only if that edited them.
+They are saved by reference, for layers that assign a new tensor, and by value if a layer may edit
+them in place: large ones, such as masks, in the first run, and then only if that edited them.
 """
 
 from __future__ import annotations

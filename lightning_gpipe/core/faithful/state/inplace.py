@@ -22,11 +22,9 @@ from lightning_gpipe.core.faithful.state.behavior import Behavior
 class MutationGuard:
     """Protects the inputs of a stage from in-place edits by its layers, for one run.
 
-    Args:
-        behavior: The behavior of earlier runs; the first run is recorded in it.
-        leaves: The inputs; as an attribute, copied where needed. A tensor that appears twice stays
-            one tensor. The list itself must not be changed.
-        marked: Whether to guard marked tensors only, because nothing else needs the inputs again.
+    ``leaves`` are the inputs, copied where needed; one that appears twice stays one tensor. Earlier
+    runs' ``behavior`` says where; the first run is recorded in it. If ``marked``, marked tensors
+    alone are guarded, because nothing else needs the inputs again.
     """
 
     def __init__(self, behavior: Behavior, leaves: list[Any], *, marked: bool) -> None:

@@ -71,10 +71,9 @@ class ModuleState(NamedTuple):
 class StageState:
     """Captures the state of one stage's modules, as far as their layers are known to change it.
 
-    The behavior of the layers is known for the call signatures that were used last. Generators that
-    modules hold are searched for once, and again when a module has another object in an attribute.
-    Only the worker of the stage draws from them, so their states are saved before the first forward
-    of each micro-batch. ``deferred``: see :class:`BufferState`.
+    Generators that modules hold are searched for again when a module has another object in an
+    attribute. Only the worker of the stage draws from them, so their states are saved before each
+    first forward. ``deferred``: see :class:`BufferState`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:

@@ -1,10 +1,8 @@
 """The caller's thread-local state, captured once and entered in workers.
 
 A new thread has neither autocast, grad mode, inference mode, hooks on saved tensors nor the default
-device of its parent: under ``Trainer(precision="bf16-mixed")`` torchgpipe's stages run in float32.
-So the state of the thread that calls the pipeline is captured, and a worker enters what differs
-around each row of actions. A recomputation enters the state of the forward that it repeats, the
-process-wide default type included.
+device of its parent. So a worker enters what differs around each row of actions. A recomputation
+enters the state of the forward that it repeats, the process-wide default type included.
 """
 
 from __future__ import annotations

@@ -35,10 +35,9 @@ def is_recomputing() -> bool:
 
 
 def for_recomputation(variables: contextvars.Context) -> contextvars.Context:
-    """Copy the variables, and the lists, tuples, dicts, sets and deques in them.
+    """Copy the variables, and the containers in them, to which forward has added its results.
 
-    A recomputation adds to the copies, since forward has added to the originals. Tensors without a
-    value yet are left out, and loss terms are not received.
+    Tensors without a value yet are left out, and loss terms are not received.
     """
     copy = variables.copy()
     copy.run(_copy_containers)

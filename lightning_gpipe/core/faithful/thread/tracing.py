@@ -1,7 +1,6 @@
 """Calls that are recorded, by torch.jit.trace, torch.export or torch.fx, or compiled.
 
-A tracer must see the model: the layers in order, on any number of rows, without micro-batches and
-without the autograd functions that connect the stages.
+A tracer must see the layers in order, on any number of rows, without micro-batches.
 
 Threads, queues and autograd functions that run autograd cannot be part of a graph of torch.compile,
 so Dynamo breaks its graph at the pipeline and continues behind it. Compiled layers stay compiled.
