@@ -1,7 +1,6 @@
 """The facade: from the user's model, a balance and devices to a model that runs as a pipeline.
 
-:class:`GPipe` locates the modules to pipe in the model, places everything, and is called like the
-model; :class:`Pipeline` runs the micro-batches.
+:class:`GPipe` is called like the model; :class:`Pipeline` runs the micro-batches.
 """
 
 from lightning_gpipe.core.pipeline.choose.balance_functions import (

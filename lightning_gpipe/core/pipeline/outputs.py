@@ -1,9 +1,8 @@
 """Outputs of a program that have no row per sample.
 
-Outputs of micro-batches are concatenated along their rows. A number, such as a loss, or a tensor
-for the whole mini-batch, such as a table of position biases, has none: concatenated it would be
-something that the plain model does not return. If it is the same for all micro-batches, it is
-returned once; otherwise only the model's author knows what the whole mini-batch has there.
+A number, such as a loss, or a tensor for the whole mini-batch, such as a table of position biases,
+cannot be concatenated along rows. If it is the same for all micro-batches, it is returned once;
+otherwise only the model's author knows what the whole mini-batch has there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Modules that run as pipelines, and where they are in the user's model.
 
-A front-end makes programs of a module's forward. They are cut by a balance, attached to a pipeline,
-and from then on a call of the model runs it.
+Programs of a module's forward are cut by a balance, and run in the pipeline that is attached to it.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ Check = Callable[["PipedModule", Program, Sequence[Any], int | None], None]
 class PipedModule:
     """A module that runs as a pipeline, at a path in the user's model; empty if it is the model.
 
-    Attributes:
-        pipeline: The pipeline, once one is attached.
-        runs: The number of times that the pipeline ran.
-        check: Called before each run, if not None.
+    ``runs`` is the number of runs so far, and ``check`` is called before each if not None.
     """
 
     pipeline: Pipeline

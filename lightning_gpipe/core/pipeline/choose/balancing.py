@@ -1,7 +1,6 @@
 """Cuts piped modules by numbers of units, by names, or by the costs of their units.
 
-A balance by cost has a stage for each device. The cost is the number of parameters, which is known
-before anything has run, or is measured: time, or memory.
+A balance by cost, which is the number of parameters or is measured, has a stage for each device.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ def balances_for(
 ) -> list[Sequence[int]]:
     """Return the number of units in each stage, for each module that is measured.
 
-    A balance is numbers, names of units where stages begin, or a criterion. A criterion counts what
-    is on the devices already: the rest of the model, and the stages of the modules before by
-    the same criterion.
+    A criterion counts what is on the devices already: the rest of the model, and the stages of the
+    modules before by the same criterion.
     """
     devices = len(measuring.devices)
     places: dict[str, list[Place]] = {}  # the place of each stage, by criterion

@@ -31,8 +31,7 @@ class LayerMeasurement:
         states: The share of its state that a device has, which replicas may divide.
         memory: The bytes of each device; empty if stages need not fit them.
         split: Whether backwards in two parts are measured, too.
-        by_rows: Whether a smaller micro-batch is measured, too: costs of others follow. A balance
-            needs none.
+        by_rows: Whether smaller micro-batches are measured, too, as for plans.
     """
 
     modules: Sequence[PipedModule]

@@ -52,15 +52,10 @@ def resolve(
 ) -> Resolved:
     """Plan the settings that the user leaves open, and count the units in each stage.
 
-    Args:
-        modules, entries, devices: See :class:`LayerMeasurement`.
-        balances, requested: As the user wrote them.
-        agree: Returns the first process's value in each process.
-        measured: Whether to measure the layers even if no balance needs it.
-
-    Raises:
-        TypeError, ValueError: If there are several pipelines and a plan, or a balance is wrong.
-        NoPlan: If nothing fits the devices.
+    See :class:`LayerMeasurement` for ``entries`` and ``devices``. ``agree`` returns the first
+    process's value in each process. With ``measured`` layers are measured even if no balance needs
+    it. Raises NoPlan if nothing fits, or a TypeError or ValueError for several pipelines or a wrong
+    balance.
     """
     chunks, mode = requested.chunks, requested.activation_checkpointing
     measuring = LayerMeasurement(
@@ -251,11 +246,7 @@ def plan_measured(
 
 
 def _profiles(measuring: LayerMeasurement, chunks: int | None, stages: int) -> list[ModelProfile]:
-    """Measure the layers with micro-batches of as many sizes as a plan needs.
-
-    If their number is planned, too, it depends on that of stages. Sizes with which a layer alone is
-    too large for the device are left out.
-    """
+    """Measure the layers with micro-batches of as many sizes as a plan needs, if they fit."""
     if chunks is not None:
         return [measuring.at(chunks)]
     most = 1 if measuring.counts else measuring.most(_MOST * stages)

@@ -1,8 +1,7 @@
 """The inputs of pipelines in a call of the user's model, before there is a pipeline.
 
-The model is called as it is, and stops where it has come to its last pipeline: later code costs
-time and memory, and may have effects. Buffers, attributes and random generators are the same
-afterwards.
+The model stops when it has come to its last pipeline: later code costs time and memory. Buffers,
+attributes and random generators are the same afterwards.
 """
 
 from __future__ import annotations
