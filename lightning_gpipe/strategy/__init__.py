@@ -1,7 +1,6 @@
 """GPipeStrategy: a LightningModule in a Trainer, of which a module runs as a pipeline.
 
-``gpipe`` has Lightning's hooks; each calls a part of the strategy: processes, checkpoints, the
-user's steps, compilation, refusals.
+``gpipe`` has Lightning's hooks; each calls a part of the strategy.
 """
 
 from lightning_gpipe.strategy.adapters.profiling import path_of

@@ -54,10 +54,9 @@ def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of a Trainer.
+    """Saves and loads the checkpoints of a Trainer: files, or folders with a part for each process.
 
-    A file is written by the first process; of a sharded checkpoint, a folder, each process writes
-    its part. Either kind is loaded: a file at once, a folder once this process knows its part.
+    A file is loaded at once, a folder once this process knows its part.
     """
 
     def __init__(self, processes: Processes, sharding: Sharding) -> None:

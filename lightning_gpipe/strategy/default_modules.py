@@ -1,9 +1,8 @@
 """Chooses the modules to pipeline where the user names none: those that hold the work.
 
 Each network, a child of the LightningModule, is piped by the nn.Sequential or nn.ModuleList with at
-least nine tenths of its work, or else whole if its forward can be traced. The work is estimated by
-the weights of layers, and no step of the user's is called: the choice is the same in a fit, in an
-evaluation and in every process.
+least nine tenths of its work, or else whole if its forward can be traced. The weights of layers
+tell the work, not a run: the choice is the same in a fit, in an evaluation and in every process.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ def _pipes_of(
 
 
 def _holds(container: nn.Module, network: nn.Module) -> bool:
-    """Return True if a container leaves little of a network's work aside.
-
-    The work of a convolution depends on the size of its pictures, so none is little.
-    """
+    """Return True if a container has nine tenths of a network's work, and all its convolutions."""
     weights = _weights([network])
     aside = weights - _weights([container])
     return not _convolved(aside) and _size(aside) <= _MOST_ASIDE * _size(weights)

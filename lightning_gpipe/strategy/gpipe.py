@@ -1,8 +1,7 @@
 """GPipeStrategy: a LightningModule of which a module runs as a pipeline.
 
 Lightning's strategies assume one device per process. Here one process may drive several, and nearly
-every override below removes that assumption. The hooks are in Lightning's order; each calls the
-part for it.
+every override below, in Lightning's order, removes that assumption.
 
 The *root device*, which has the batch, the loss, the metrics and all modules outside of the
 pipeline, is the last stage's unless the user says the first's: so an unchanged ``training_step``

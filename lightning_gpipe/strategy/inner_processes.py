@@ -60,8 +60,7 @@ class InnerProcesses:
 
     Args:
         places: The places of these processes in the pipeline; none if each process runs the steps.
-        at_ends: Returns the parameters around the pipeline that those between have on meta, and
-            code before a call may use.
+        at_ends: Returns the parameters around the pipeline that those between have on meta.
         have_batches: Whether those between have the values of each batch.
         changes: Records the steps that are replaced until teardown.
     """

@@ -1,12 +1,11 @@
 """Steps whose outputs only the first process gets, which tells the others their effects.
 
-With ``outputs="last"`` the user's step runs up to its call of the pipeline in all processes that
-need it, see :mod:`.inner_processes`, and goes on in the process of the last stage only, which is
-the first of the Trainer. Lightning's loop runs in all processes, which must do the same after it.
-So the first one tells them the loss, what the step logged, which buffers, random generators,
-attributes and options of optimizers it changed, and whether the Trainer should stop; nothing is
-computed again. A metric of the module has seen all rows in the first process only, which computes
-it for all.
+With ``outputs="last"`` the user's step goes on from its call of the pipeline in the process of the
+last stage only, which is the first of the Trainer. Lightning's loop runs in all processes, which
+must do the same after it. So the first one tells them the loss, what the step logged, which
+buffers, random generators, attributes and options of optimizers it changed, and whether the Trainer
+should stop. A metric of the module has seen all rows in the first process only, which computes it
+for all.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Lightning's hooks run in all processes and read there what steps have left: a count, or the losses
 of an epoch in a list. So the first process tells the others what a step has assigned or edited, in
-lists, dicts, sets and deques, too. Of a large tensor it tells the shape: others keep theirs if it
-is equal, and else have one on ``meta``, of which a mean can be logged, since the first process's
-value counts, but no number be read. Objects of other classes are not told.
+containers too. Of a large tensor it tells the shape: others keep theirs if it is equal, and else
+have one on ``meta``, whose mean can be logged. Objects of other classes are not told.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class LargeTensor(NamedTuple):
 class Change(NamedTuple):
     """A change of a container: the elements of a list after those that were ``kept``, or all.
 
-    Of a dict, as the attributes of a module are, it has those that changed, and the keys of those
-    that were ``removed``; None if all were.
+    Of a dict, those that changed, and the keys of the ``removed`` ones; None if all were.
     """
 
     path: str

@@ -1,8 +1,4 @@
-"""Runs training_step for each micro-batch, as one step of Lightning's loop.
-
-Lightning gets the effects of one step: a result, values that are logged once, a loss that a
-gradient scaler may scale.
-"""
+"""Runs training_step for each micro-batch, with the effects of one step of Lightning's loop."""
 
 from __future__ import annotations
 
@@ -34,8 +30,7 @@ InWrapper = Callable[[Callable[[], Any]], Any]
 class MicroBatchSteps:
     """Runs training_step for each micro-batch, by a schedule other than ``"fill_drain"``.
 
-    ``verify`` tells to verify the first batch, or a few rows of it. Raises a ValueError if the
-    schedule does not fit the pipeline.
+    ``verify`` tells to verify the first batch, or a few rows of it.
     """
 
     def __init__(
@@ -164,10 +159,9 @@ def _edits_of(value: Any) -> int:
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:
-    """Drop the gradients of the previous step, which the loop would drop after training_step.
+    """Drop the last step's gradients before there is a second set; the loop would do so later.
 
-    By then there would be two sets of gradients. The old ones stay where accumulation goes on, or
-    a hook or optimizer of the user's acts when they are dropped.
+    They stay where accumulation goes on, or a hook or optimizer of the user's acts on the drop.
     """
     trainer = module.trainer
     if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:

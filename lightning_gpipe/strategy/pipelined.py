@@ -63,8 +63,7 @@ def piped_modules_of(
 class PipelinedModule:
     """The pipelines in a LightningModule, the same in all processes.
 
-    ``measured_balances`` are those that were measured before, and gets the new ones. With
-    ``measured``, the layers are measured even if no balance needs it.
+    ``measured_balances`` has earlier ones, and gets new ones; ``measured`` measures in any case.
     """
 
     def __init__(
@@ -262,10 +261,7 @@ def modules_inside(pipeline: GPipe) -> set[nn.Module]:
 
 
 def must_stay(root: nn.Module) -> bool:
-    """Return True if a LightningModule must not be moved, because its setup has failed.
-
-    Tensors are on the meta device, or another Trainer's pipeline is in use.
-    """
+    """Return True if a failed setup left meta tensors, or another Trainer's pipeline is in use."""
     pipelined = any(map(is_installed, root.modules()))
     return pipelined or on_meta(root) or bool(metrics_on_meta(root))
 

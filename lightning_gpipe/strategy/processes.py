@@ -1,7 +1,6 @@
 """The processes of a Trainer: which there are, how they start, and how they find one another.
 
-A pipeline in one process has one rank, whatever the number of its devices, and also where a
-launcher's variables are set.
+A pipeline in one process has one rank, even with several devices or a launcher's variables.
 """
 
 from __future__ import annotations

@@ -93,10 +93,7 @@ def check_fit(
     divided: bool = False,
     on_host: bool = False,
 ) -> None:
-    """Refuse callbacks and optimizers that a pipeline, or one over processes, cannot honour.
-
-    ``sharded`` and ``divided`` tell that replicas divide the states of optimizers, and parameters.
-    """
+    """Refuse callbacks and optimizers that a pipeline, or one over processes, cannot honour."""
     for callback in callbacks:
         if split or divided:
             _refuse_without_all_values(callback, split=split)

@@ -1,8 +1,7 @@
 """Captures the inputs of a LightningModule's pipelines, for a balance that is measured.
 
 By Lightning's convention, ``example_input_array`` has the arguments of the module's forward.
-Without it only ``training_step`` knows which part of the first batch of a fit the layers get: it is
-called, and ends when it reaches them.
+Without it, ``training_step`` is called with the first batch, and ends when it reaches the layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The values that training_step logs for micro-batches, logged once for the batch.
 
-The calls are collected, and combined as the step would have reduced its rows. A metric that is
-called returns the value of a micro-batch. So a copy of it is updated beside it, from its initial
-state, and has the value of the batch.
+They are combined as the step would have reduced its rows. A metric that is called returns the value
+of a micro-batch, so a copy is updated beside it, from its initial state, for that of the batch.
 """
 
 from __future__ import annotations
@@ -128,10 +127,7 @@ class BatchMetrics:
 
 
 def _for_steps(metric: Metric) -> Metric:
-    """Return a copy to be reset, whose value is that of a step: of this replica, or of all.
-
-    Its state is not copied, since it may be large, or have a graph, which has no copies.
-    """
+    """Return a copy of a metric for one step; its state is not copied: it may have a graph."""
     states = [
         value
         for each in _metrics_among(metric.modules())

@@ -1,11 +1,11 @@
 """The steps of a LightningModule with a pipeline, which must run it and not go around it.
 
 ``for layer in self.layers: x = layer(x)``, the usual way to write a transformer, never calls the
-nn.Sequential: the loss is right, and nothing is pipelined. The same is true of
-``self.layers[:3](x)``, and of another module in the place of ``self.layers``. A training step that
-does this is refused; a step in evaluation is warned of. One that needs no layer at all, as in a GAN
-that trains its parts in turns, must not be refused. So before the first run, and after a step
-without one, hooks on the layers record which of them run.
+nn.Sequential: the loss is right, and nothing is pipelined. Nor does ``self.layers[:3](x)``, or
+another module in its place. A training step that does this is refused; a step in evaluation is
+warned of. One that needs no layer at all, as in a GAN that trains its parts in turns, must not be
+refused. So before the first run, and after a step without one, hooks on the layers record which of
+them run.
 """
 
 from __future__ import annotations
@@ -111,10 +111,9 @@ class UserSteps:
             verifier.remove()
 
     def _compared(self, step: Callable[[], Any], *, training: bool) -> Any:
-        """Run a step, and compare the processes if it runs no mini-batch.
+        """Run a step, and compare the processes if it runs no mini-batch, which compares them.
 
-        If the others ran one, they would wait for this process, which would be one step ahead from
-        then on: OutOfStep is raised. Mini-batches are compared as they run.
+        If the others ran one, this process would be a step ahead from then on: raises OutOfStep.
         """
         module, engine = self._module, self._piped.pipeline.engine
         if training:
@@ -141,8 +140,7 @@ class UserSteps:
 class BypassCheck:
     """Checks that the steps of a LightningModule run one of its pipelines.
 
-    A step may leave out some of ``together``, all pipelined modules, but is warned of if it runs
-    none.
+    A step is warned of if it runs none of ``together``, all pipelined modules.
     """
 
     def __init__(

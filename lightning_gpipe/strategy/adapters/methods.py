@@ -2,10 +2,8 @@
 
 Layers must not log: they would do so for each micro-batch and recomputation, on a worker's thread.
 Finetuning callbacks compare parameters by ``torch.equal``, which raises if their devices differ; so
-tensors are compared on the device of the first, or by identity where no process has the values of
-all. DeviceStatsMonitor logs the root device only, and ThroughputMonitor compares a process with the
-peak of one device. Here a process has several, and the processes of a pipeline work on the same
-batches.
+tensors are compared on the device of the first, or by identity where no process has all values.
+DeviceStatsMonitor and ThroughputMonitor assume that a process has one device.
 """
 
 from __future__ import annotations

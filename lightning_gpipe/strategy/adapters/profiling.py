@@ -1,8 +1,7 @@
 """The stages in Lightning's profilers, which time the Trainer's calls on the Trainer's thread.
 
-PyTorch's profiler records all threads, where each action has its name. The simple profiler, which
-must not be used from two threads, gets a row for each stage and kind of action, from the timeline
-that the pipeline records anyway.
+PyTorch's profiler records all threads. The simple profiler, which must not be used from two
+threads, gets a row for each stage and kind of action, from the pipeline's timeline.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class Profiling:
         self._handle = pipeline.observe(observe)
 
     def abort(self) -> None:
-        """End a recording of all threads, of a fit that has failed.
-
-        It would last until the profiler is deleted, with other threads at work.
-        """
+        """End a recording of all threads, of a fit that has failed: it would go on with others."""
         if self._recording is not None:
             self._recording.teardown(None)
 

@@ -135,10 +135,7 @@ class GradientAveraging:
         stages: Mapping[int, Sequence[nn.Parameter]],
         alone: Iterable[nn.Parameter],
     ) -> None:
-        """Average all gradients without the wrapper, once a fit has begun.
-
-        They are in the owners of their parameters, if replicas share them.
-        """
+        """Average all gradients without the wrapper, in their owners if they are divided."""
         across, shares = self._processes.across, self._sharding.shares
         assert across is not None, "there are replicas"
         divides = self._processes.options.divides_gradients
@@ -161,10 +158,7 @@ class GradientAveraging:
             self._refuse_other_backwards(rest)
 
     def _refuse_other_backwards(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let a backward raise whose gradients nothing would average.
-
-        Without shares of gradients, an optimizer's step could not tell them from averages.
-        """
+        """Let a backward raise whose gradients nothing would average."""
 
         def check(_: Tensor) -> None:
             if not (self._in_backward or self._accumulates):

@@ -1,8 +1,7 @@
 """Replicas of a pipeline, and the processes of each, train together.
 
-To a metric, a logger or a user's ``all_gather`` the processes of one pipeline are one: they see the
-same batches. Averages and gathers are over replicas, each process with those that have its place in
-the others.
+To a metric, a logger or a user's ``all_gather`` the processes of one pipeline are one, as they see
+the same batches: averages and gathers are over the processes with one place in all replicas.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ from lightning_gpipe.strategy.replicas.sharding import Sharding
 class Replicas:
     """Keeps the values of several processes the same, while a model trains.
 
-    ``synchronising`` returns a ``with`` block in which batch norms around the stages normalise by
-    the rows of all replicas, if the Trainer asks for it.
+    In ``synchronising()`` batch norms around the stages normalise by the rows of all replicas.
     """
 
     def __init__(

@@ -30,8 +30,7 @@ from lightning_gpipe.strategy.processes import Processes
 class Sharding:
     """Gives each replica its share of optimizer states, gradients and parameters.
 
-    ``shares`` has the replica of each parameter, from :meth:`begin` to :meth:`end`; None if nothing
-    is divided.
+    ``shares`` has the owners from :meth:`begin` to :meth:`end`; None if nothing is divided.
     """
 
     def __init__(self, processes: Processes) -> None:

@@ -59,9 +59,8 @@ class StageShards:
 def step_one_by_one(optimizer: Optimizer) -> list[RemovableHandle]:
     """Step groups of DTensors and other tensors one by one; return the handles of hooks.
 
-    On GPUs an optimizer steps all parameters of a group by functions for lists, unless told
-    otherwise, and these do not mix them. Its option is as before after a step, since checkpoints
-    have it.
+    On GPUs optimizers would step them by functions for lists, which do not mix them. The option is
+    as before after a step, since checkpoints have it.
     """
     changed: list[dict[str, Any]] = []
 
