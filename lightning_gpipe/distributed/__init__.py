@@ -2,8 +2,7 @@
 
 Each process of a pipeline runs the same code on the same values, and has the parameters of its own
 stages only. Here they agree on batches, random numbers, norms, decisions, checkpoints, and the
-gradients of shared parameters; the engine sends the tensors between stages. Replicas have batches
-of their own, and average their gradients.
+gradients of shared parameters. Replicas have batches of their own, and average their gradients.
 """
 
 from lightning_gpipe.distributed.arrangement import Arrangement, Mode

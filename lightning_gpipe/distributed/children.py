@@ -1,7 +1,6 @@
 """Starts processes, and ends those that this one has started, so that none outlives it.
 
-When a process fails, the others hear of it and end by themselves. One that is stopped or hangs does
-not, and may heed no signal but SIGKILL: it would stay on the machine for ever.
+One that is stopped or hangs does not hear of a failure, and may heed no signal but SIGKILL.
 """
 
 from __future__ import annotations
@@ -97,10 +96,7 @@ class Scripts(_SubprocessScriptLauncher):
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Starts processes with multiprocessing; the main one has the whole model afterwards.
-
-    ``fetch`` gives a module the values of all processes in the first one.
-    """
+    """Starts processes with multiprocessing; the main one gets the whole model by ``fetch``."""
 
     def __init__(
         self,

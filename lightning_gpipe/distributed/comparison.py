@@ -1,7 +1,6 @@
 """Compares the processes before they begin.
 
-A process with another model, another balance or another version would run something else than the
-others: at best they would wait for one another, at worst the numbers would be wrong.
+With another model, balance or version a process would wait in vain, or compute wrong numbers.
 """
 
 from __future__ import annotations

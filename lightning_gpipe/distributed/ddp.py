@@ -1,7 +1,6 @@
 """Replicas of a pipeline, whose gradients PyTorch's DistributedDataParallel averages.
 
-To the wrapper only two things are unusual: parameters on several devices, which it allows, and
-those of other processes' stages on the meta device, which it is told to ignore.
+Its parameters may be on several devices; those of other processes' stages, on meta, are ignored.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def replicated(
 ) -> DistributedDataParallel | None:
     """Give all replicas the values of the first, and wrap a model that averages their gradients.
 
-    The ``group`` has the same stages. The gradients of the parameters ``averaged`` are averaged
-    without the wrapper, which is None if no other here needs a gradient.
+    The ``group`` has the same stages. None if all that need gradients are ``averaged`` otherwise.
     """
     ids = set(map(id, averaged))
     rest = (each for each in module.parameters() if each.requires_grad and id(each) not in ids)

@@ -2,9 +2,8 @@
 
 FSDP2 gathers the parameters of a layer in a hook before its forward, drops them in one after it,
 and reduces its gradients when autograd leaves the layer: in a pipeline for each micro-batch and
-recomputation, and on the workers' threads, whose collectives have no common order in all replicas.
-``sharding="parameters"`` gathers by the schedule, and reduces once. So when ``configure_model``
-returns, ``fully_shard`` is undone: the layers have their classes and whole parameters.
+recomputation, in an order that differs by replica. ``sharding="parameters"`` gathers by the
+schedule, and reduces once. So when ``configure_model`` returns, ``fully_shard`` is undone.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ class GradientAverages(GradientHome):
     Args:
         stages: The parameters of each stage, the same in all replicas.
         group: The processes that have these stages; nothing else uses it.
-        watcher: Knows which process has failed.
         cap: The bytes of a bucket.
         shares: The owners of the parameters, if only these get averages.
         rest: The other parameters whose gradients are averaged here.

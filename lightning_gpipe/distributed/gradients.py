@@ -29,13 +29,9 @@ class SameParameters:
     """Keeps the parameters that each process has equal in all of them, while a model trains.
 
     Gradients are clipped and unscaled by methods that stand in for those of the precision plugin
-    and its scaler. The plugin stays the same object, since its class is a key in checkpoints.
-
-    Args:
-        around: The parameters that each process has.
-        everyone: The processes that have gradients of different parameters, if not those of the
-            group.
-        replica: Those with gradients of other parameters, or of other shards, if not the group's.
+    and its scaler, as the plugin's class is a key in checkpoints. ``around`` are the parameters
+    that each process has. The processes with gradients of different parameters are ``everyone``,
+    those with other parameters or shards ``replica``, if not the group's.
     """
 
     def __init__(
@@ -118,10 +114,7 @@ def gradient_norms(parameters: Sequence[nn.Parameter], norm_type: float) -> list
 
 
 def check_alike(named: Mapping[str, nn.Parameter], group: ProcessGroup) -> None:
-    """Warn of parameters whose gradients differ by more than rounding errors in processes.
-
-    Norms that are nearly zero beside others may be rounding errors.
-    """
+    """Warn of parameters whose gradients differ in processes by more than rounding errors."""
     dense = {name: x for name, x in named.items() if x.grad is None or not x.grad.is_sparse}
     own = [-1.0 if norm is None else norm for norm in gradient_norms([*dense.values()], 2.0)]
     device = next((x.device for x in dense.values()), None)
@@ -142,10 +135,7 @@ def check_alike(named: Mapping[str, nn.Parameter], group: ProcessGroup) -> None:
 
 
 def _shards(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return leaves with the shards of parameters and of their gradients, in the same memory.
-
-    PyTorch cannot clip or unscale DTensors together with other tensors.
-    """
+    """Return leaves with the local shards and gradients of parameters, for PyTorch's functions."""
     leaves = []
     for parameter in parameters:
         leaf = shard_of(parameter)

@@ -1,13 +1,12 @@
 """Gradients of the parameters around a pipeline, where each process runs a part of the user's step.
 
-With outputs for the last stage, the step runs up to its call of the pipeline in the process of the
-first stage, and from there on in that of the last. So the gradient of an embedding is in the one,
-that of a head in the other, and a tied weight has a part of its gradient in each.
+With outputs for the last stage, the gradient of an embedding is in the process of the first stage,
+that of a head in that of the last, and a tied weight has a part of its gradient in each.
 
 To send around all of them in each step would be slow, so parameters live where they are used. The
-process of the last stage, the first of the pipeline, has all of them, for it runs the whole step.
-That of the first stage has those that the step uses before its call. Both step these; the others
-have them on the meta device. The first gradient of a parameter shows where it is used.
+process of the last stage has all of them, for it runs the whole step. That of the first stage has
+those that the step uses before its call. Both step these; the others have them on the meta device.
+The first gradient of a parameter shows where it is used.
 """
 
 from __future__ import annotations

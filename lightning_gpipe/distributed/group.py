@@ -233,10 +233,7 @@ class Group:
             return self._collect(own)
 
     def equalise(self, tensors: Sequence[Tensor], what: str) -> bool:
-        """Give tensors the values that they have in the first process; return True if any was sent.
-
-        Those whose checksums are the same in all processes are not sent.
-        """
+        """Give tensors the first process's values, if checksums differ; return True if any did."""
         sums = torch.tensor([int(checksum(each)) for each in tensors], dtype=torch.int64)
         with self.waiting_for(f"{len(tensors)} {what}", sums.tolist()) as same:
             if not same:

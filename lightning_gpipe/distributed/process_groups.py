@@ -94,14 +94,11 @@ def connect(
     synchronised: bool = False,
     divided: bool = False,
 ) -> ProcessGroups:
-    """Make the groups, in all processes at once.
+    """Make the groups, in all processes at once; their ``facts`` must be the same.
 
-    Args:
-        timeout: How long live processes wait for one another.
-        lost_after: How long a process may be silent until it is lost; None for 30 seconds.
-        facts: The values that must be the same in all processes, see :func:`check_same`.
-        synchronised: Whether batch norms normalise by the rows of all replicas.
-        divided: Whether replicas divide weights.
+    Live processes wait for one another for ``timeout``, silent ones are lost after ``lost_after``.
+    ``synchronised``: batch norms normalise by the rows of all replicas; ``divided``: replicas
+    divide weights.
     """
     ranks = arrangement.ranks
     rows: list[list[int]] = ranks.transpose(1, 2).flatten(0, 1).tolist()

@@ -34,10 +34,7 @@ def start_together(
     timeout: timedelta,
     listener: socket | None = None,
 ) -> None:
-    """Make the default process group, with ``timeout`` once all processes have started.
-
-    Each may take ``patience`` to start. ``listener`` listens at the first process's address.
-    """
+    """Make the default process group; all may take ``patience`` to start, then wait ``timeout``."""
     rank = environment.global_rank()
     message = f"all processes must start: rank {rank} got no answer from rank 0"
     # The first process may come last, and then wait for the others for as long again.

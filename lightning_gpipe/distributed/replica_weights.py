@@ -31,8 +31,7 @@ _WEIGHTS = "the weights that other replicas keep"
 class ReplicaWeights(DividedWeights):
     """Gathers the weights of the stages of this process from replicas.
 
-    ``stages`` has the divided weights of each stage, the same in all replicas. The ``groups``, one
-    for each worker of this process, have no other use.
+    ``stages`` has the divided weights; each worker of this process has one of the ``groups``.
     """
 
     def __init__(
@@ -84,10 +83,7 @@ def drop_values(root: nn.Module, parameters: Iterable[nn.Parameter], shares: Sha
 
 
 def gather_values(root: nn.Module, group: ProcessGroup, device: torch.device) -> None:
-    """Give all replicas the values of parameters that some have, on the host.
-
-    As those of a model whose fit has divided them.
-    """
+    """Give all replicas the values of parameters that some have, on the host, as after a fit."""
     parameters = list(root.parameters())
     own = counts(group, [not is_in_another_process(x) for x in parameters], device)
     flags = gathered(group, own)

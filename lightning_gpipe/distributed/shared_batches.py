@@ -32,9 +32,8 @@ _INDICES = "seen_batch_indices"  # of a prediction's batch sampler, for callback
 class SharedLoader:
     """A dataloader whose batches the first process loads, and all processes get.
 
-    Otherwise it is that dataloader: the Trainer and the user's code find its attributes, and its
-    class by ``isinstance``, and set attributes there. ``readers`` returns the places of the
-    processes that read the next batch; None for all.
+    It has that dataloader's attributes and, by ``isinstance``, its class. ``readers`` returns the
+    places of the processes that read the next batch; None for all.
     """
 
     loader: Any = None  # of an object that is being copied

@@ -1,8 +1,7 @@
 """Shares of a model's parameters, each of which one replica owns.
 
-The owner steps a parameter, so it alone needs the state of an optimizer, and in the end the
-gradient. All replicas must name the same owner without asking. So a share follows from the order in
-which parameters come, and from their sizes.
+The owner steps a parameter, so it alone needs the state of an optimizer. All replicas must name the
+same owner without asking: it follows from the order of the parameters and their sizes.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from torch.distributed import ProcessGroup
 class Shares:
     """Divides whole parameters among replicas, so that each has about as many on each device.
 
-    The parameters ``around``, which each process of a pipeline has, are divided first. So all these
-    processes, which have different ones beside, name the same owners of them.
+    The parameters ``around`` are divided first, so that all processes of a pipeline agree on them.
     """
 
     def __init__(self, group: ProcessGroup, around: Iterable[Tensor] = ()) -> None:
