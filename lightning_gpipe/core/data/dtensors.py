@@ -43,10 +43,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def from_whole(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor divided as another one; each process cuts its shard out of the whole one.
-
-    A tensor of another shape, such as a factor of an optimizer's state, is whole in each process.
-    """
+    """Return a tensor divided like another one of the same shape; one of another shape is whole."""
     if not isinstance(like, DTensor) or isinstance(whole, DTensor) or not whole.dim():
         return whole
     mesh, placements = like.device_mesh, like.placements

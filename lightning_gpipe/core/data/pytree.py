@@ -50,10 +50,7 @@ class FlatTree(NamedTuple):
     spec: Structure | None = None
 
     def detached(self) -> FlatTree:
-        """Return the tree with detached tensors, which keep their requires_grad.
-
-        A tensor that appears twice stays one tensor.
-        """
+        """Return the tree with detached tensors, each once, which keep their requires_grad."""
         if len(self.leaves) == 1:
             return _flat(([_detached(self.leaves[0])], self.spec))
         return self._mapped(_detached)
@@ -185,11 +182,7 @@ def map_nodes(function: Callable[[str, Any], Any], tree: Any, chosen: Callable[[
 def _with_paths(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the path and the value of each leaf.
-
-    PyTorch's own function refuses a class that is registered without the keys of its children. They
-    are numbered here.
-    """
+    """Yield the path and the value of each leaf, with numbers for children without keys."""
     node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(tree))
     if node is None or (is_leaf is not None and is_leaf(tree)):
         yield path, tree

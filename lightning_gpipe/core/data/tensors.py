@@ -1,8 +1,7 @@
 """Memory, size, equality and copies of tensors in any layout.
 
 A tensor that appears twice in a value must stay one tensor when it is copied: a layer may edit it
-in place, and a checkpoint must not save it twice. Sparse, nested and MKL-DNN tensors have no memory
-of their own, so many operations on dense tensors raise an error for them.
+in place. Sparse, nested and MKL-DNN tensors have no memory of their own.
 """
 
 from __future__ import annotations

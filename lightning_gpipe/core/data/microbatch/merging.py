@@ -67,10 +67,7 @@ def merged(
 def _texts_per_row(
     k: int, values: Sequence[Any], batch: Any, sizes: Callable[[], list[int] | None]
 ) -> bool:
-    """Return whether lists of strings that layers made have a string per row.
-
-    If all are equal, as settings are, this is unknown, and an error.
-    """
+    """Return whether lists of strings of layers have one per row; raise if this is unknown."""
     if not all(isinstance(value, Entries) for value in values):
         return False
     if [len(value) for value in values] != sizes():

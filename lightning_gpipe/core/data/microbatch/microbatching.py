@@ -1,7 +1,6 @@
 """The interface for splitting mini-batches and merging outputs, which users can implement.
 
-Most batches are split by the rows of their tensors (:class:`Rows`). If the cost of rows varies,
-rows of similar cost can share a micro-batch (:class:`PaddedSequences`).
+:class:`Rows` splits by rows; :class:`PaddedSequences` joins rows of similar length.
 """
 
 from __future__ import annotations

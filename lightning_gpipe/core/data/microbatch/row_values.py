@@ -1,10 +1,8 @@
 """Lists, tuples and NumPy arrays with an entry per row.
 
-A collate function leaves names, texts and metadata in lists. A list with as many values as the
-mini-batch has rows is split like a tensor, so that a layer pairs its rows with their own entries;
-the lists of the micro-batches are joined at the end.
-
-A list of settings may have as many values by chance. If it had the same length in an earlier
+A collate function leaves names, texts and metadata in lists. One with as many values as the
+mini-batch has rows is split like a tensor, so that a layer pairs its rows with their own entries. A
+list of settings may have as many values by chance. If it had the same length in an earlier
 mini-batch with another number of rows, it is left whole; a user can mark other lists.
 """
 
