@@ -89,10 +89,7 @@ Row = tuple[Action, ...]
 
 @lru_cache(maxsize=2**16)
 def successor(action: Action) -> Action:
-    """Return the action on the neighbouring stage that needs the result of ``action``.
-
-    A stage before the first or after the last stands for the caller.
-    """
+    """Return the action on the neighbouring stage, or the caller, that needs the result."""
     return Action(action.kind, action.i, action.j + action.kind.direction)
 
 

@@ -136,10 +136,7 @@ class _Span(NamedTuple):
 
 
 def _longest(spans: Sequence[_Span], number: float) -> Iterator[_Span]:
-    """Yield as few spans as lessen the most that overlap by ``number``.
-
-    Whenever too many overlap, the one that ends last goes, which leaves most room to others.
-    """
+    """Yield as few spans as lessen the most that overlap by ``number``, those that end last."""
     turns = sorted([(x.start, 1) for x in spans] + [(x.end, -1) for x in spans])
     room = max(0, max(accumulate((change for _, change in turns), initial=0)) - number)
     held: list[_Span] = []

@@ -1,8 +1,7 @@
-"""The table of schedules.
+"""The table of schedules: all that the rest of the package asks of each.
 
-An entry has all that the rest of the package asks of a schedule. So a new one is a function of the
-rows of its workers, an entry in ``SCHEDULES`` and a name in ``ScheduleName``. A block of a user has
-an entry too, which :func:`definition_of` makes.
+A new one is a function of the rows of its workers, an entry in ``SCHEDULES`` and a name in
+``ScheduleName``. A block of a user has an entry too, which :func:`definition_of` makes.
 """
 
 from __future__ import annotations

@@ -50,10 +50,9 @@ def _block(workers: int, step: int) -> Block:
 
 
 def _stages(w: int, workers: int, step: int, waits: Sequence[int]) -> Block:
-    """Return the starts of both stages of worker ``w``; none if actions would run at the same time.
+    """Return the starts of both stages of worker ``w``; none if actions would collide.
 
-    ``waits`` are the cycles for which a micro-batch waits at the last worker, at the first, and at
-    the last again.
+    ``waits`` are the cycles of a micro-batch at the last worker, the first, and the last again.
     """
     turn = (step + 1) * (workers - 1) + 1  # when the first worker has the micro-batch again
     forwards_back = turn + waits[0]
