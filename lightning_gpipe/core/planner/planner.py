@@ -165,8 +165,7 @@ def plan_for(
 def _simplest_first(candidates: Sequence[PlannedSettings]) -> Iterator[Sequence[PlannedSettings]]:
     """Yield the candidates that divide nothing among replicas, then those that divide more.
 
-    Last are those with weights on the host. The step of the optimizer is in no prediction, and
-    takes longer where the weights or its states are elsewhere.
+    Last are those with weights on the host, as no prediction includes the optimizer's step.
     """
     for _, alike in groupby(candidates, lambda candidate: (candidate.weights, candidate.sharding)):
         yield list(alike)

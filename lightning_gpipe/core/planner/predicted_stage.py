@@ -15,9 +15,8 @@ from lightning_gpipe.core.planner.settings import PlannedSettings
 class HeldShares(NamedTuple):
     """The shares of a stage that its device has while other stages run.
 
-    All of it, unless the weights are on the host, or replicas have divided something. Divided
-    weights are whole for the stage at work and the next one, and gradients until those of a stage
-    are complete.
+    Divided weights are whole for the stage at work and the next one, and gradients until those of a
+    stage are complete.
     """
 
     parameters: float

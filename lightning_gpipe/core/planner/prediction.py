@@ -1,7 +1,6 @@
 """Predicts the time and the memory of a mini-batch from the costs of layers and the schedule.
 
-The schedule is simulated with the measured time of each action. So the prediction includes what no
-formula does: that a recomputation fills a wait, or that micro-batches differ in size.
+The schedule is simulated, with recomputations that fill waits and micro-batches of several sizes.
 """
 
 from __future__ import annotations

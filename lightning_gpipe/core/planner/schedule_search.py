@@ -1,10 +1,8 @@
 """Finds the fastest schedule for the costs of actions within the memory of the devices.
 
-Schedules with names suit actions that take equally long, and hold as much as they hold. A block may
-be any order that repeats, and a local search finds a good one for the costs at hand. Both compete,
-by the prediction of the whole schedule: the simplest of the fastest that fit is chosen.
-
-A block replaces the schedule of a plan if it is faster than any name, which is easier to read.
+Schedules with names suit actions that take equally long, and hold as much as they hold. A local
+search finds a good block for the costs at hand. Both compete, by the prediction of the whole
+schedule: the simplest of the fastest that fit is chosen.
 """
 
 from __future__ import annotations

@@ -97,10 +97,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def near(best: PlannedSettings, candidates: Sequence[PlannedSettings]) -> Iterator[PlannedSettings]:
-    """Yield the candidates next to the best one in one thing, and those with no or all recomputed.
-
-    All have the schedule of the best one, and keep everything where it does.
-    """
+    """Yield the candidates that differ from the best in one thing, or recompute nothing or all."""
     n, m = best.stages, best.chunks
     candidates = [c for c in candidates if (c.order, c.places) == (best.order, best.places)]
     by_stages = {c.stages: c for c in candidates if c.chunks == m}
