@@ -1,7 +1,6 @@
 """Verification that a pipeline computes what its layers compute: one batch run plain and pipelined.
 
-Output, gradients and buffers are compared, the first layer that differs is named, and the state of
-the pipeline is restored.
+The first layer that differs is named, and the state of the pipeline is restored.
 """
 
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity, Verdict

@@ -77,10 +77,7 @@ class Comparison(NamedTuple):
 
 @dataclass(eq=False)
 class DifferenceSearch:
-    """Searches for the first difference between two runs, with the unit of an output.
-
-    ``titles`` are the names of the units; ``reason`` is a known reason for a difference.
-    """
+    """Searches for the first difference between two runs, by the ``titles`` of units."""
 
     tolerance: float
     titles: Sequence[str] = ()
@@ -224,10 +221,9 @@ class UnitSearch(DifferenceSearch):
 
 
 def most_exact(comparisons: Sequence[Comparison]) -> Comparison:
-    """Return the comparison of processes that locates a difference best, with the values of all.
+    """Return the comparison of the process that locates a difference best, with the values of all.
 
-    Each process has compared the values of its stages. Those before a fault agree, and those after
-    it all differ, so the first to differ has the fewest suspects.
+    Stages before a fault agree and all after it differ: the first has the fewest suspects.
     """
     kinds = list(comparisons[0].compared)
 

@@ -1,7 +1,6 @@
 """Isolates the runs of a verification from training and from one another.
 
-Running a pipeline changes buffers, random generators and the pipeline's records. A training run
-that is verified must be equal to the bit to one that is not.
+A training run that is verified must be equal to the bit to one that is not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The values by which runs are compared: named tensors on the CPU.
 
-On the CPU they use no memory of the devices, layers cannot edit them in place, and reading them
-waits for no stream.
+There they use no memory of devices, layers cannot edit them, and reading waits for no stream.
 """
 
 from __future__ import annotations

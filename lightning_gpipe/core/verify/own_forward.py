@@ -1,9 +1,8 @@
 """Compares a call of the model that runs pipelines with the model's own forward.
 
 A value that a front-end cannot see, such as a global variable that a traced forward reads, is
-frozen in the program. So the own forward is compared with the pipeline on the mini-batch in one
-piece: even batch norms compute the same, and any difference is one of the programs. The layers stay
-on the devices of their stages; their arguments are moved there, and their outputs back.
+frozen in the program. So the own forward, on the devices of the stages, is compared with the
+pipeline on the mini-batch in one piece: even batch norms compute the same.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
 @dataclass(eq=False)
 class WholeCall:
-    """A call of a module in whose forward pipelines run: those of the ``piped_modules``.
-
-    ``titles`` has the names of layers that programs of the forward call, one for each call.
-    """
+    """A call of a module in whose forward ``piped_modules`` run, with the ``titles`` of layers."""
 
     module: nn.Module
     piped_modules: Sequence[PipedModule]

@@ -167,8 +167,7 @@ def results(
 ) -> dict[str, Values]:
     """Return the values of all kinds after a forward of a module on some devices.
 
-    ``output`` has the leaves of the output with their paths, ``leaves`` those of the input that get
-    gradients, which are whole or :func:`thin <gradients_of>`.
+    Leaves of the input get gradients, which are whole or :func:`thin <gradients_of>`.
     """
     roots: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}

@@ -115,10 +115,8 @@ def verify_step_sample(
 class StepRuns:
     """Runs of one step on one batch, each from the same state.
 
-    Attributes:
-        modules, parameters: The modules that the step uses, and their trained parameters by name.
-        losses: The loss of each micro-batch, after its run; none if the step skips the batch.
-        weighted: Whether the step then has returned the weight of each loss.
+    ``losses`` has the loss of each micro-batch, none if the step skips the batch, and ``weighted``
+    is True if the step has returned its weight.
     """
 
     pipeline: GPipe

@@ -29,10 +29,7 @@ class VerifiedUnit(NamedTuple):
 
 
 class VerifiedProgram:
-    """A pipeline and a program of it, in units: layers of an nn.Sequential, or stages.
-
-    ``devices`` are those of workers of this process; ``module`` holds the units.
-    """
+    """A pipeline and a program of it, in units: layers of an nn.Sequential, or stages."""
 
     def __init__(
         self, pipeline: Pipeline, program: Program, sequential: nn.Module | None = None
