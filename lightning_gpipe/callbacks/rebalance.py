@@ -1,7 +1,6 @@
 """Moves layers between devices during training, when another balance is faster.
 
-A device that gets hot, or is shared with another user, becomes slower, and all others wait for it.
-The timeline shows this: its stage takes longer than its layers were measured to take.
+A device that gets hot, or is shared, becomes slower: the timeline shows it, as all wait for it.
 """
 
 from __future__ import annotations

@@ -139,10 +139,7 @@ def _reasons(trainer: Trainer, module: LightningModule, callback: Callback) -> l
 
 
 class _EarlySteps(GradientHome):
-    """Steps the parameters of stages on a thread of its own.
-
-    The optimizer waits in its step for the backward.
-    """
+    """Steps the parameters of stages on a thread, for which the optimizer's step waits."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

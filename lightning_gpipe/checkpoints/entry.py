@@ -68,11 +68,10 @@ def with_states(
 def saved_states(
     checkpoint: Mapping[str, Any], replica: int, place: int, processes: int
 ) -> tuple[States | None, bool]:
-    """Return the states of process ``place`` of pipeline ``replica``, or None.
+    """Return the states of process ``place`` of pipeline ``replica``, or None, and ``in_an_epoch``.
 
-    With another number of processes, each gets the host states of the first; if the devices cannot
-    be divided among the processes, their states are dropped. The second value is ``in_an_epoch`` of
-    :func:`with_states`.
+    With another number of processes, each gets the host states of the first, and its share of those
+    of devices, if they can be divided.
     """
     saved = value_of_entry(checkpoint, "generators")
     if saved is None or replica >= len(saved["pipelines"]):

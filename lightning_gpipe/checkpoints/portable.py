@@ -1,7 +1,6 @@
 """Checkpoints that do not depend on the pipeline that saved them.
 
-They are saved from a module that is spread over devices, and loaded into a plain module on the CPU
-or the meta device. In the file all tensors are on the CPU, so that any machine can load it.
+All tensors in the file are on the CPU, and load into a plain module there or on the meta device.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_cpu(module: nn.Module) -> None:
-    """Move all but meta tensors to the CPU.
-
-    A graph that somebody holds, as the traceback of an error does, keeps shards where they are.
-    """
+    """Move all but meta tensors, and shards that a graph keeps in place, to the CPU."""
     parameters = list(module.parameters())
     if all(x.is_meta or x.device.type == "cpu" for x in chain(parameters, module.buffers())):
         return  # PyTorch would swap shards with themselves
@@ -54,10 +50,9 @@ def to_cpu(module: nn.Module) -> None:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Load a state dict into ``module``, which may be on the meta device.
+    """Load a state dict into ``module``; loaded tensors replace meta ones, cast to their dtype.
 
-    Meta tensors cannot be copied into: the loaded tensors replace them, cast to their dtype. Tied
-    parameters stay tied.
+    Tied parameters stay tied.
     """
     state = divided_as_in(module, state)
     own = module.state_dict()

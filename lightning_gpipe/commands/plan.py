@@ -184,8 +184,7 @@ def _plan(
 def _pipelined(configured: Strategy | str) -> Strategy | str:
     """Return the configured strategy if it is a GPipeStrategy, or else the default one.
 
-    Lightning's strategies move the model to the CPU in teardown, which is impossible on the meta
-    device, and some do not start without the devices that they are for.
+    Others move the model to the CPU, even from meta, and may not start without their devices.
     """
     kind: object = type(configured)
     if isinstance(configured, str) and configured in StrategyRegistry:

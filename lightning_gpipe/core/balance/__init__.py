@@ -1,7 +1,6 @@
 """Finds balances: the costs of layers, and the exact solver over them.
 
-The cost of each layer (``costs``) is separate from the search for the cut whose costliest stage is
-cheapest (``solver``). The result is a list of ints.
+The cost of each layer is separate from the search for the cut whose costliest stage is cheapest.
 """
 
 from lightning_gpipe.core.balance.by_profile import (

@@ -1,7 +1,6 @@
 """The costs of layers that were measured, for the solver, and the balance that later times ask for.
 
-The times of the stages in mini-batches say how fast each device is now: it may be slower than the
-one on which the layers were measured.
+A device may become slower than it was when the layers were measured, as times of stages show.
 """
 
 from __future__ import annotations
@@ -70,10 +69,9 @@ def time_costs(profile: ModelProfile, *, split: bool = False) -> LayerCosts:
 def memory_costs(profile: ModelProfile, alive: float) -> LayerCosts:
     """Return the bytes of the layers at the peak of a mini-batch, in the place of times.
 
-    At the end of forward each layer holds its static bytes, and what it has saved for all
-    micro-batches that are not recomputed, and for one of the others. A stage keeps its inputs from
-    other stages for all micro-batches; where a layer saves them, they count once, for the number
-    ``alive``.
+    At the end of forward each layer holds its static bytes, and what it has saved for micro-batches
+    that are not recomputed, and one other. A stage keeps its inputs for all micro-batches; where a
+    layer saves them, they count once, for the number ``alive``.
     """
     held = [layer.held_bytes for layer in profile.layers]
     saved = [layer.saved.at(profile.rows) for layer in profile.layers]
@@ -122,10 +120,9 @@ def shift_for(
     placement: Sequence[int],
     places: Sequence[Place],
 ) -> Shift:
-    """Return the best balance by measured times of the stages.
+    """Return the best balance if stages were ``busy`` for these times of a mini-batch.
 
-    ``busy`` has the time in which each stage was at work in a mini-batch. The speeds of ``places``
-    are replaced.
+    The speeds of ``places`` are replaced.
     """
     speeds = _speeds(costs.of_stages(balance, places), busy, placement)
     pairs = zip(places, placement, strict=True)

@@ -1,8 +1,7 @@
 """The costs of layers, and the speed and the memory of the devices of stages.
 
-A cost is a number for each layer that adds up over a stage; its unit does not matter to the solver.
-The number of parameters is counted, not measured, so every process and every run of a job finds the
-same balance.
+A cost is a number for each layer that adds up over a stage, in any unit. The number of parameters
+is counted, not measured, so every process and every run of a job finds the same balance.
 """
 
 from __future__ import annotations

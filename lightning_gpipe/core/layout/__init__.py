@@ -1,7 +1,4 @@
-"""Layouts: the partitions, the worker of each, and what they share.
-
-The worker of each stage, the device and the process of each worker are data that print.
-"""
+"""Layouts: the partitions, the worker of each, and what they share, as data that print."""
 
 from lightning_gpipe.core.layout.layout import (
     HOST,

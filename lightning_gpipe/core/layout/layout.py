@@ -1,7 +1,6 @@
 """Layouts: the partitions, the worker and the device of each, and their skip connections.
 
-A layout is decided before anything is moved, and prints. Each process owns some of the workers, or
-one process all of them.
+A layout is decided before anything is moved. Each process owns some of the workers.
 """
 
 from __future__ import annotations

@@ -36,10 +36,9 @@ def groups_of(module: nn.Sequential) -> dict[str, nn.Module]:
 
 
 def balance_of_layers(module: nn.Sequential, balance: Sequence[int]) -> Sequence[int]:
-    """Return a balance that counts the children of an nn.Sequential as one of its layers.
+    """Return a balance of layers; one that counts the children of an nn.Sequential is converted.
 
-    Any other balance is unchanged. Since every group has a layer, both counts are equal only if
-    both mean the same cut.
+    Since every group has a layer, both counts are equal only if both mean the same cut.
     """
     ints = isinstance(balance, list | tuple) and all(type(n) is int and n > 0 for n in balance)
     if not ints or sum(balance) != len(module):

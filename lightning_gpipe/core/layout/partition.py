@@ -26,12 +26,10 @@ from lightning_gpipe.core.schedules import counted
 
 @dataclass(frozen=True)
 class Partition:
-    """The layers that stage ``index`` runs, consecutive ones if they are those of a Sequential.
+    """The layers that stage ``index`` runs, from ``first`` in the whole module.
 
-    Attributes:
-        first: The index of the first layer, counted in the whole module.
-        names: Their names in the user's model, such as ``blocks.3``; empty in a Sequential without
-            groups, whose layers are known by their indices.
+    Their ``names`` are those in the user's model, such as ``blocks.3``; empty in a Sequential
+    without groups, whose layers are known by their indices.
     """
 
     index: int

@@ -2,8 +2,7 @@
 
 FSDP2 gives a layer its whole parameters in a hook before its forward. By then a stage has put
 leaves of its own in their place: the gradients of the whole parameters would never arrive. A
-pipeline that is sharded as a whole gets its parameters before, and works; so do the modules around
-the layers. A strategy that divides parameters among replicas undoes ``fully_shard`` before.
+pipeline that is sharded as a whole gets its parameters before, and works; so do the modules around.
 
 Layers that compute with shards, by ``parallelize_module``, need no whole parameters. All processes
 with shards of a stage must run the same actions in the same order, as a strategy with

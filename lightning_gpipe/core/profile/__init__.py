@@ -1,7 +1,6 @@
 """Measures what layers cost, and runs them one by one on a whole batch.
 
-The costs are a value, :class:`~lightning_gpipe.core.balance.ModelProfile`: measured one layer at a
-time on the device that is to run it, or counted on the meta device.
+The costs are a :class:`~lightning_gpipe.core.balance.ModelProfile`, measured one layer at a time.
 """
 
 from lightning_gpipe.core.profile.alike import kind_of

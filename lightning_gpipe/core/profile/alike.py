@@ -1,8 +1,7 @@
 """Finds layers that are alike, since they cost the same.
 
-The operations of a transformer's blocks follow from the kinds of their modules, their attributes,
-the shapes of their tensors and their inputs, so only the first one is counted, and its outputs
-stand for those of the others.
+The kinds of modules, their attributes, and the shapes of their tensors and inputs decide. Only the
+first one of alike layers is counted, and its outputs stand for those of the others.
 """
 
 from __future__ import annotations

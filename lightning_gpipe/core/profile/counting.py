@@ -1,9 +1,8 @@
 """Counts the bytes that layers save and hand on, in a first run of each.
 
 Of layers that are alike only the first runs. Those that are alike but for their own numbers might
-compute with these, so all of them run; where they save as much, they take as long. A tensor that
-two layers save, as the output of one and the input of the next, counts once: so tensors on their
-way are remembered.
+compute with these, so all of them run. A tensor that two layers save, as the output of one and the
+input of the next, counts once.
 """
 
 from __future__ import annotations

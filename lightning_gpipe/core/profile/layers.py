@@ -45,9 +45,8 @@ def profile_layers(
 ) -> ModelProfile:
     """Measure what each layer costs, in training mode and the caller's autocast.
 
-    Parameters, gradients, buffers, attributes of layers and random generators are the same
-    afterwards. Raises a TypeError or a ValueError if the optimizer is not one, and the error of a
-    layer with a note that names it.
+    Parameters, gradients, buffers, attributes of layers and random generators do not change. Raises
+    a TypeError or a ValueError for the optimizer, or the error of a layer with a note.
     """
     stages = _stages(subject.layers, device)
     modules = [module for stage in stages for module in stage.modules]

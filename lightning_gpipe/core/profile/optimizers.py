@@ -1,7 +1,6 @@
 """The bytes that an optimizer keeps for each parameter.
 
-Adam keeps two tensors, Adafactor a row and a column. So a step is made for each parameter on the
-meta device, or on zeros if the optimizer reads values, and the optimizer's state is counted.
+Its state is counted after a step on the meta device, or on zeros if the optimizer reads values.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ def optimizer_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizers) -
     """Return the bytes of the state for each parameter that requires a gradient, by its id.
 
     The optimizer may be several; or its class, or a function of a list of parameters that returns
-    one, such as ``partial(torch.optim.SGD, lr=0.1)``. None keeps nothing. Raises a TypeError for
-    anything else, and a ValueError if it cannot make a step, so that its state is not known.
+    one. Raises a TypeError for anything but None, and a ValueError if it cannot make a step.
     """
     if optimizer is None:
         return {}

@@ -2,12 +2,11 @@
 
 The first round counts bytes, and on the meta device operations; the others measure times as a
 mini-batch has them. A layer that runs repeatedly finds its parameters in the cache, and its
-gradients in memory that is in use; in a mini-batch other layers run in between, and the first
-backward makes its gradient in fresh memory. So each layer is measured once in a round, and the
-gradients of several layers are alive at once. If the machine is slow for a moment, that is one
-measurement of many layers, which medians leave out. Of layers that are alike a round measures one.
-There are as many rounds as it takes until their sum is known: a stage of many layers is what
-counts.
+gradients in memory that is in use; in a mini-batch other layers run in between. So each layer is
+measured once in a round, and the gradients of several layers are alive at once. If the machine is
+slow for a moment, that is one measurement of many layers, which medians leave out. Of layers that
+are alike a round measures one. There are as many rounds as it takes until their sum is known: a
+stage of many layers is what counts.
 """
 
 from __future__ import annotations
@@ -158,10 +157,9 @@ class Rounds:
 
 
 class Times:
-    """The times of a stage for micro-batches of one size, in several rounds with these ``totals``.
+    """The times of a stage for micro-batches of one size, in rounds with these ``totals``.
 
-    The ``gradients`` that are alive get those of the stage. ``split``: measure backwards in two
-    parts.
+    The ``gradients`` that are alive get those of the stage.
     """
 
     def __init__(self, meter: Meter, gradients: list[Tensor], *, split: bool) -> None:

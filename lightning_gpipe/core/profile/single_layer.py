@@ -1,8 +1,7 @@
 """Runs layers one by one, as the engine runs stages, and passes values between them.
 
-A layer runs on shadows of its parameters, so that no gradient and no hook is touched, and on copies
-of its buffers. These are on the device that is to be measured, those of one layer at a time, so
-that the model may be larger than the device.
+A layer runs on shadows of its parameters and copies of its buffers, on the device to measure, one
+layer at a time: so the model may be larger, and no gradient and no hook is touched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Runs a program on a whole batch, part by part, each on its stage's device.
 
-There are no micro-batches, no workers and no recomputation. The caller may give a function that
-runs each part, and can observe it or change its values.
+There are no micro-batches, workers and recomputations. A function may run or observe each part.
 """
 
 from __future__ import annotations

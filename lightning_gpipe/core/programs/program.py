@@ -41,7 +41,6 @@ class Part:
     Attributes:
         takes: The values that come with the micro-batch, in order.
         gives: The values that go to the next stage with it; for the last stage, the outputs.
-        arriving, leaving: The routes of other values.
         drops: For each step, the values that nothing needs after it.
         runs: The number of mini-batches that ran it.
     """

@@ -40,10 +40,7 @@ RouteName = SkipName | Values
 
 
 class Route(NamedTuple):
-    """A way from one stage to a later one that does not go through those between.
-
-    The caller is at -1 before the first stage, and at n after the last.
-    """
+    """A way from a stage to a later one past those between; the caller is at -1, and at n."""
 
     name: RouteName
     source: int

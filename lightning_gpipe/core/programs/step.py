@@ -34,8 +34,7 @@ class Step:
     """One call.
 
     Attributes:
-        args, kwargs: Its arguments: constants, placeholders for values, and tuples, lists, dicts
-            and slices of both.
+        args, kwargs: Its arguments: constants, placeholders for values, and containers of both.
         value: The number of its result.
         name: The name in the user's model, such as ``blocks.3``.
         line: The line of the user's code that made the call, such as ``model.py:7``, if known.
