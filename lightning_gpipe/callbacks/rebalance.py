@@ -159,10 +159,7 @@ class Rebalance(Callback):
 
 
 def _best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
-    """Return the best balance of module ``k`` for the ``busy`` times of its stages in a mini-batch.
-
-    Raises a ValueError if no balance fits the memory of the devices.
-    """
+    """Return the best balance of module ``k`` by its ``busy`` times; ValueError if none fits."""
     profile, layout = pipeline.profiles[k], pipeline.layouts[k]
     places = [Place(memory=memory_of(layout.device_of(j))) for j in range(layout.n)]
     outside = layout.n - 1 if layout.around == "last" else 0

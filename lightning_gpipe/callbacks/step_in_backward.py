@@ -1,12 +1,11 @@
 """Steps of the optimizer beside the backward.
 
-An optimizer steps when all gradients are there. With weights on the host its step is the work of
-the CPU, and GPUs wait for it. Yet the gradients of the last stage are complete while all other
-stages still run backward. So each stage is stepped as soon as its gradients are at home.
+An optimizer steps when all gradients are there, and with weights on the host GPUs wait for it. Yet
+the gradients of the last stage are complete while all other stages still run backward. So each
+stage is stepped as soon as its gradients are at home.
 
 Nobody can look at all gradients together any more, and a backward that fails leaves a model of
-which some stages have been stepped. So the user must ask for it, and code between a backward
-and the step is refused.
+which some stages have been stepped. So the user must ask for it.
 """
 
 from __future__ import annotations

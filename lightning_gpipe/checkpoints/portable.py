@@ -1,7 +1,4 @@
-"""Checkpoints that do not depend on the pipeline that saved them.
-
-All tensors in the file are on the CPU, and load into a plain module there or on the meta device.
-"""
+"""Checkpoints that do not depend on the pipeline that saved them, with all tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ def to_cpu(module: nn.Module) -> None:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Load a state dict into ``module``; loaded tensors replace meta ones, cast to their dtype.
-
-    Tied parameters stay tied.
-    """
+    """Load a state dict; its tensors, cast, replace meta ones, and tied parameters stay tied."""
     state = divided_as_in(module, state)
     own = module.state_dict()
     if not any(isinstance(x, Tensor) and x.is_meta for x in own.values()):
@@ -107,10 +101,7 @@ def _slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[dict[str, Any], s
 
 @contextmanager
 def state_follows(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Let parameters move to other devices in a ``with`` block; their state follows at its end.
-
-    State on other devices than the parameter's, such as a count of steps on the CPU, stays there.
-    """
+    """Let parameters move in a ``with`` block; state on their devices follows at its end."""
     # Optimizer.load_state_dict would move the state too, but it casts tensors to the dtype of the
     # parameter and replaces the parameter groups.
     optimizers = list(optimizers)

@@ -1,7 +1,4 @@
-"""The command ``lightning-gpipe``, or ``python -m lightning_gpipe``: ``fit``, ``check``, ``plan``.
-
-Each command is a function of its arguments, a list of strings.
-"""
+"""The command ``lightning-gpipe`` (``python -m lightning_gpipe``): ``fit``, ``check``, ``plan``."""
 
 import os
 import sys

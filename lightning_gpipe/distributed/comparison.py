@@ -39,10 +39,7 @@ def shapes(module: nn.Module) -> dict[str, Any]:
 
 
 def check_same(group: Group, facts: Mapping[str, Any]) -> None:
-    """Compare the named values of all processes, which all call this.
-
-    Raises a RuntimeError in all of them that names the values that differ, and the ranks.
-    """
+    """Compare the named values of all processes; raise RuntimeError in all if some differ."""
     # An object without a text of its own has its address in it.
     texts = {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()}
     if group.is_same(repr(texts), "a comparison of all processes"):

@@ -79,10 +79,7 @@ def whole_optimizer_state(
 def own_optimizer_keys(
     optimizer: Optimizer, own: Mapping[Any, Any], group: Group, place: int
 ) -> list[Any]:
-    """Return the keys of the part of an optimizer's ``own`` state that this process saves.
-
-    ``group`` are the processes of a pipeline, or of all replicas if these have different states.
-    """
+    """Return the keys of an optimizer's ``own`` state that this process of ``group`` saves."""
     parameters = [each for one in optimizer.param_groups for each in one["params"]]
     missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
     first = [key for key in own if key not in missing] if place == 0 else []

@@ -114,10 +114,7 @@ class Group:
 
     @contextmanager
     def explaining(self, what: str) -> Iterator[None]:
-        """A ``with`` block in which some processes wait for one another, for ``what``.
-
-        Raises RankFailed or OutOfStep in place of an error of the network that it causes.
-        """
+        """Raise RankFailed or OutOfStep, while waiting for ``what``, in place of network errors."""
         try:
             yield
         except RuntimeError as error:
@@ -255,10 +252,7 @@ class Group:
                 tensor.copy_(host)
 
     def move(self, tensor: Tensor, source: int, target: int, what: str) -> None:
-        """Give a tensor on the CPU in process ``target`` the values that it has in ``source``.
-
-        All other processes may leave it out.
-        """
+        """Give a CPU tensor of ``target`` the values in ``source``; others may leave it out."""
         if source == target or not tensor.numel() or self.rank not in (source, target):
             return
         content = bytes_in(tensor)

@@ -1,7 +1,4 @@
-"""Starts the process group of all processes, and names the ranks that do not start.
-
-torch.distributed waits for all as well, for half an hour, but does not say for whom it waited.
-"""
+"""Starts the process group of all processes, and names ranks that are late, as torch does not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The costs of layers that were measured, for the solver, and the balance that later times ask for.
-
-A device may become slower than it was when the layers were measured, as times of stages show.
-"""
+"""The costs of measured layers for the solver, and the balance that later times ask for."""
 
 from __future__ import annotations
 

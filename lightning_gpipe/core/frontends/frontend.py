@@ -123,10 +123,7 @@ class Frontend(ABC):
 
     @abstractmethod
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
-        """Cut the module into stages with these numbers of units, for all later programs.
-
-        Raises a TypeError or a ValueError if it cannot be cut there.
-        """
+        """Cut the module into stages of these numbers of units; raise TypeError or ValueError."""
 
     @abstractmethod
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:

@@ -1,7 +1,4 @@
-"""Layouts: the partitions, the worker and the device of each, and their skip connections.
-
-A layout is decided before anything is moved. Each process owns some of the workers.
-"""
+"""Layouts: the partitions, the worker and device of each, and skips, decided before any move."""
 
 from __future__ import annotations
 

@@ -113,10 +113,7 @@ def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``value`` with changed tensors, in copies of the objects and containers around them.
-
-    An object in which :func:`tensors_within` finds no tensor is not copied.
-    """
+    """Return ``value`` with changed tensors, in copies of the objects that hold some."""
     copies: dict[int, Any] = {}
 
     def changed(item: Any) -> Any:

@@ -170,10 +170,7 @@ def check_initialised(module: nn.Module, name: str) -> None:
 
 
 def check_balance(balance: Sequence[int], layers: int | None = None, name: str = "module") -> None:
-    """Refuse a balance that does not add up to ``layers`` with at least one layer for each stage.
-
-    ``layers`` is None if their number is not known yet.
-    """
+    """Refuse a balance without a layer for each stage, or with another sum than ``layers``."""
     if not isinstance(balance, Sequence) or isinstance(balance, str):
         raise TypeError(
             f"balance must be a list of ints, the number of layers of each stage: "

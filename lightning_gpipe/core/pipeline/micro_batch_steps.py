@@ -41,11 +41,7 @@ class Outcome(NamedTuple):
 
 
 class MicroBatchStepping:
-    """Runs training steps on a pipeline, micro-batch by micro-batch.
-
-    Raises a ValueError if there is no such schedule for the layout and micro-batches, and a
-    ModuleNotFoundError if greenlet is not installed.
-    """
+    """Runs training steps by micro-batch; raises without such a schedule or without greenlet."""
 
     def __init__(
         self, pipeline: Pipeline, schedule: ByMicroBatch | Sequence[Sequence[int]]

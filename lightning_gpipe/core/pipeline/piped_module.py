@@ -1,7 +1,4 @@
-"""Modules that run as pipelines, and where they are in the user's model.
-
-Programs of a module's forward are cut by a balance, and run in the pipeline that is attached to it.
-"""
+"""Modules that run as pipelines, and where they are in the user's model."""
 
 from __future__ import annotations
 

@@ -96,10 +96,7 @@ Ends = tuple[int, int]  # the indices of the layer that makes a value, and of on
 
 
 class LayerRun(NamedTuple):
-    """The costs and outputs of a run of a layer.
-
-    ``first`` has, for each leaf of its inputs, the bytes that it is the first to save.
-    """
+    """The costs and outputs of a run of a layer, and the bytes of inputs that it saves first."""
 
     costs: dict[str, float]
     first: list[int]

@@ -81,10 +81,7 @@ def _stages(partitions: Sequence[Partition], device: torch.device) -> list[Stage
 
 
 def _static_costs(subject: Subject, state_bytes: Mapping[int, int]) -> list[LayerProfile]:
-    """Count tensors and optimizer states of each layer, and last of what is around the layers.
-
-    A tensor that several layers share counts for the first of them.
-    """
+    """Count tensors and optimizer states of layers, shared ones once, and of what is around."""
     counted: set[int] = set()
     layers = [partition.layers for partition in subject.layers]
     groups: list[tuple[str, Sequence[nn.Module]]] = [

@@ -1,7 +1,4 @@
-"""Runs a program on a whole batch, part by part, each on its stage's device.
-
-There are no micro-batches, workers and recomputations. A function may run or observe each part.
-"""
+"""Runs a program on a whole batch, part by part, each on its stage's device."""
 
 from __future__ import annotations
 

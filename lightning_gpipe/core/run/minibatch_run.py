@@ -209,10 +209,7 @@ class MiniBatchRun:
         *,
         told: bool = False,
     ) -> list[WorkerTask]:
-        """Return the task of each worker of this process in a phase, see :class:`WorkerTask`.
-
-        With ``forward``, the caller's code runs on its thread in between, in another state.
-        """
+        """Return each worker's task; with ``forward``, the caller's code runs in between."""
         layout = self.equipment.layout
         pass_of = {each.stage.partition.index: each for each in self.passes}
         with_visits = self.equipment.workers_with_visits

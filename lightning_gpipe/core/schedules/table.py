@@ -243,10 +243,7 @@ def check_planned(schedule: AnySchedule | Literal["auto"]) -> None:
 def kinds_for(
     schedule: ScheduleName | Literal["auto"], split: bool | None
 ) -> tuple[ScheduleKind, ...]:
-    """Return the kinds that the user's arguments leave to choose from.
-
-    ``"auto"`` leaves all of :data:`KINDS`; a ``split`` of None leaves whole and split backwards.
-    """
+    """Return the kinds that ``"auto"``, or a ``split`` of None, leaves to choose from."""
     check_planned(schedule)
     return tuple(
         kind

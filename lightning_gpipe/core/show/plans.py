@@ -1,7 +1,4 @@
-"""Shows a plan: tables of the stages with their times and memory, and of the alternatives.
-
-A picture of a plan has the timeline, and below it the memory of each device over time.
-"""
+"""Shows a plan: tables of stages and alternatives, a timeline, and the memory over time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Isolates the runs of a verification from training and from one another.
-
-A training run that is verified must be equal to the bit to one that is not.
-"""
+"""Isolates the runs of a verification, which must leave training equal to the bit."""
 
 from __future__ import annotations
 

@@ -165,10 +165,7 @@ def results(
     *,
     thin: bool = False,
 ) -> dict[str, Values]:
-    """Return the values of all kinds after a forward of a module on some devices.
-
-    Leaves of the input get gradients, which are whole or :func:`thin <gradients_of>`.
-    """
+    """Return the values of all kinds after a forward of a module on some devices."""
     roots: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     for path, leaf in output:
@@ -200,10 +197,7 @@ def gradients_of(
     *,
     thin: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients, on the CPU, by a backward after the autocast of forward.
-
-    If ``thin``, only some elements of each are kept: those of a large model fill the host.
-    """
+    """Return the gradients on the CPU, if ``thin`` some elements, without forward's autocast."""
     if not roots:
         return [None] * len(sources)
     # In a process whose stage has no parameters, too, the backward must go through the pipeline.

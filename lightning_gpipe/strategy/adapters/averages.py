@@ -45,10 +45,7 @@ class Averages:
         self._epoch = -1
 
     def hold_back(self, model: LightningModule) -> None:
-        """Make the callbacks keep their copies of ``model`` on the CPU at first.
-
-        Raises a ValueError if there is such a callback and ``model`` is on the meta device.
-        """
+        """Keep callbacks' copies of ``model``, which must not be on meta, on the CPU at first."""
         self.release()
         if model.trainer.state.fn != TrainerFn.FITTING:
             return

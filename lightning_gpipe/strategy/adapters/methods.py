@@ -33,10 +33,7 @@ _NORM = r"grad_.+_norm_total"  # as Lightning names it, whose value is a tensor;
 
 
 def guard_logs(root: L.LightningModule, changes: Journal, *, split: bool) -> None:
-    """Refuse calls of ``log`` by layers, of a LightningModule or one within it.
-
-    If the stages are split over processes, refuse norms of the gradients of one process, too.
-    """
+    """Refuse ``log`` by layers and, if stages are ``split``, norms of one process's gradients."""
     for module in root.modules():
         if isinstance(module, L.LightningModule):
             changes.write([(vars(module), "log", _GuardedLog(module, split))])

@@ -89,10 +89,7 @@ class Replicas:
         return [] if self._parts is None else self._parts.at_ends
 
     def after_backward(self, last: LastOutputs | None) -> bool:
-        """Give the processes of a pipeline equal gradients of the parameters that each of them has.
-
-        Return True if some parameters have lost their values here.
-        """
+        """Equalise gradients around the stages; return True if some values are lost here."""
         if self._together is None or not self._averaging.is_due:
             return False
         if self._parts is None or last is None:

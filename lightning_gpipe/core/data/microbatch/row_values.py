@@ -65,10 +65,7 @@ class RowValues:
         self._others: dict[str, int] = {}  # lengths of lists without entries per row, by path
 
     def marked(self, batch: Any, rows: int) -> Any:
-        """Mark the lists and arrays of a mini-batch that have an entry per row.
-
-        Raises a ValueError if a tuple or a nested list may or may not have an entry per row.
-        """
+        """Mark lists and arrays with an entry per row; raise ValueError if that is ambiguous."""
         if all(isinstance(leaf, Tensor) for leaf in tree_flatten(batch).leaves):
             return batch
         return self._marked("", batch, rows)

@@ -60,10 +60,7 @@ def rows_needed(module: nn.Module) -> int:
 
 
 class DeferredStatistics:
-    """The statistics that the norms of one stage collect during one mini-batch.
-
-    ``gather`` gathers moments of batch norms in all replicas; None if each has its own.
-    """
+    """The statistics of one stage's norms in a mini-batch, over replicas if there is ``gather``."""
 
     def __init__(self, norms: Iterable[Norm], gather: Gather | None = None) -> None:
         self._calls: dict[Norm, list[_RecordingForward]] = {norm: [] for norm in norms}

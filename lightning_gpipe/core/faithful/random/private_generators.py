@@ -1,7 +1,4 @@
-"""Makes operators draw from other generators than the default ones.
-
-See Note [Drawing from private generators].
-"""
+"""Makes operators draw from private generators, see Note [Drawing from private generators]."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs mini-batches so that the numbers they draw do not depend on the timing of threads.
-
-See Note [Drawing from private generators].
-"""
+"""Makes draws independent of the timing of threads: Note [Drawing from private generators]."""
 
 from __future__ import annotations
 

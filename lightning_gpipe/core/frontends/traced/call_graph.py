@@ -1,7 +1,4 @@
-"""The graph of one kind of call: its steps, traced through as far as possible, and its outputs.
-
-An inner module whose own forward cannot be traced stays one step, with all modules in it.
-"""
+"""The graph of one kind of call; an inner module that cannot be traced stays one step."""
 
 from __future__ import annotations
 

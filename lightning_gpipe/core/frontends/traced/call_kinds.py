@@ -1,7 +1,4 @@
-"""The kinds of call of a module: which of its arguments are tensors, and the values of the others.
-
-A graph is traced for one kind of call: a tensor is a value in it, and everything else a constant.
-"""
+"""The kinds of call of a module: its tensor arguments, and the others, constants of a graph."""
 
 from __future__ import annotations
 

@@ -24,10 +24,7 @@ from lightning_gpipe.core.run.backward.roots import leaves_behind, root_of
 
 
 class UsedLeaves:
-    """The leaves that took part in one mini-batch; used from several threads.
-
-    If the pipeline is ``spread``, stages of other processes know of no captured tensor.
-    """
+    """The leaves that took part in one mini-batch; used from several threads."""
 
     def __init__(self, shadows: Sequence[Shadows], *, spread: bool = False) -> None:
         self._shadows = shadows

@@ -80,10 +80,7 @@ class Execution(NamedTuple):
 
 
 class ThreadsOrInline:
-    """Chooses threads or one thread for each mini-batch, by the devices of the workers.
-
-    ``times`` are those measured for the kind of the latest mini-batch, once they are known.
-    """
+    """Chooses threads or one thread for each mini-batch, by the devices of the workers."""
 
     bounds: ClassVar[Bounds] = Bounds()
 

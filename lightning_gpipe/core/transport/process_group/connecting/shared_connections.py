@@ -54,10 +54,7 @@ class SharedOffice:
 
     @classmethod
     def enter_latest(cls, peers: Peers) -> SharedOffice | None:
-        """Enter the latest office, if there is one, until :meth:`leave`.
-
-        During the rendezvous, the garbage collector may free the last pipeline that uses it.
-        """
+        """Enter the latest office, if any, until :meth:`leave`: it is not collected meanwhile."""
         while (shared := cls.latest(peers)) is not None:
             shared.enter(())
             if shared.office.ledger.lost is None:
