@@ -1,9 +1,9 @@
 """The attributes of modules: those that a trace changes, and those that its graph depends on.
 
-A forward that assigns symbolic values to attributes, or appends them, cannot be traced: a pipeline
-would not do it again. Numbers, flags, tensors, children and missing hooks of modules that were
-traced through are constants of the graph, as are attributes that the forward reads of other
-modules, such as ``self.dropout.p``: a change of one needs a new graph.
+Symbolic values that a trace assigns to attributes, or appends, are removed, and the forward is
+refused: a pipeline would not do it again. Numbers, flags, tensors, children and missing hooks of
+modules that were traced through are constants of the graph, as are attributes that the forward
+reads of other modules, such as ``self.dropout.p``: a change of one needs a new graph.
 """
 
 from __future__ import annotations
