@@ -39,9 +39,10 @@ _FRAMES = threading.Lock()
 class WorkerThread(threading.Thread):
     """A named thread with a queue of jobs; its creator must end it with :meth:`end`.
 
-    A job must not raise; :meth:`Outcomes.of` makes a job of any function, and records its error.
-    ``intra_op`` is the number of threads that its operators may use, or 0 if that was not set;
-    ``caller`` the thread that waits for the current job.
+    The operating system knows it by the first word of its name, 15 letters at most: profilers and
+    debuggers show that. A job must not raise; :meth:`Outcomes.of` makes a job of any function, and
+    records its error. ``intra_op`` is the number of threads that its operators may use, or 0 if
+    that was not set; ``caller`` the thread that waits for the current job.
     """
 
     def __init__(self, name: str) -> None:
