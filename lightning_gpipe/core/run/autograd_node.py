@@ -133,8 +133,8 @@ def leaves_around(loss: Tensor) -> list[Tensor] | None:
             # Each leaf of the stages is there once; one that is an input as well, twice.
             times = Counter(after)
             after = [child for child in after if not is_leaf(child) or times[child] > 1]
-        new = set(after) - seen
-        seen |= new
+        new = [child for child in dict.fromkeys(after) if child not in seen]
+        seen.update(new)
         leaves += [child.variable for child in new if is_leaf(child)]
         waiting += [child for child in new if not is_leaf(child)]
     return leaves if nodes == 1 else None

@@ -41,7 +41,8 @@ class UsedLeaves:
             return ()
         leaves = {id(leaf): leaf for leaf in leaves_behind(map(root_of, outputs))}
         self._used.update(leaves)
-        captured = {key: leaves[key] for key in leaves.keys() - self._own - set(map(id, inputs))}
+        own = self._own.union(map(id, inputs))
+        captured = {key: leaf for key, leaf in leaves.items() if key not in own}
         self._captured.update(captured)
         for leaf in filter(self.foreign, captured.values()):  # its gradient would be wrong
             self._check_foreign(leaf)

@@ -133,7 +133,10 @@ def saved_by(node: Any) -> tuple[str, ...]:
 def graph_behind(
     roots: Iterable[Root | None], *, until: Any = None
 ) -> tuple[list[Tensor], list[Any]]:
-    """Return the leaves and the nodes behind ``roots``, without those behind ``until`` alone."""
+    """Return the leaves and the nodes behind ``roots``, without those behind ``until`` alone.
+
+    Equal graphs have them in one order: processes that share layers compute gradients together.
+    """
     leaves: list[Tensor] = []
     nodes: list[Any] = []
     waiting: list[Any] = []
@@ -151,9 +154,10 @@ def graph_behind(
             leaves.append(node.variable)
         else:
             nodes.append(node)
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        waiting += new
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                waiting.append(after)
     return list(dict.fromkeys(leaves)), nodes
 
 

@@ -26,6 +26,18 @@ class Double(torch.autograd.Function):
         return 2 * gradient
 
 
+def test_equal_graphs_have_leaves_in_one_order() -> None:
+    """Once it was that of addresses, in which devices that share a layer called collectives."""
+    orders = set()
+    for _ in range(20):
+        weights = [torch.ones(2, requires_grad=True) for _ in range(8)]
+        outputs = [(torch.stack(weights[:4]) * Double.apply(x)).sum() for x in weights[4:]]
+        number = {id(weight): k for k, weight in enumerate(weights)}
+        orders.add(tuple(number[id(leaf)] for leaf in leaves_behind(map(root_of, outputs))))
+
+    assert len(orders) == 1
+
+
 @pytest.mark.parametrize("leaf", [torch.ones(2), torch.ones(2, dtype=torch.int64), 3, None, "x"])
 def test_what_needs_no_gradient_has_no_root(leaf: Any) -> None:
     assert root_of(leaf) is None
