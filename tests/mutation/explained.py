@@ -143,10 +143,4 @@ EXPLAINED = (
         "stream.wait_event(self._left)",
         _COPIES,
     ),
-    Explained(
-        "run/host/weights.py",
-        "HostWeights.await_values",
-        "self._coming = None",
-        _COST + "each action would wait again for what has come.",
-    ),
 )

@@ -58,10 +58,22 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors have one shape, layout and value; a NaN differs from itself."""
+    """Return whether tensors have one shape, layout and value; a NaN equals one of its own bits."""
     if one.layout != other.layout or not (one.is_nested or one.shape == other.shape):
         return False
-    return one.is_meta or other.is_meta or all(map(torch.equal, parts(one), parts(other)))
+    return one.is_meta or other.is_meta or all(map(_same, parts(one), parts(other)))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    numbers = one.dtype == other.dtype and (one.is_floating_point() or one.is_complex())
+    return numbers and torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().flatten().contiguous()
+    return flat.view(torch.uint8)
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:

@@ -30,6 +30,14 @@ def test_equality(convert: Callable[[Tensor], Tensor]) -> None:
     assert not equal(convert(x), convert(2 * x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_tensors_without_a_number_are_equal(dtype: torch.dtype) -> None:
+    x = torch.full((), torch.nan, dtype=dtype).expand(3, 2)
+
+    assert equal(x, x.clone())
+    assert not equal(x, torch.zeros(3, 2, dtype=dtype))
+
+
 def test_sparse_tensors_with_other_indices_differ() -> None:
     x = torch.eye(4)
 
