@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,19 +18,23 @@ from typing_extensions import override
 
 from lightning_gpipe.callbacks.running import (
     BETWEEN,
-    AllOf,
     RecordedStep,
     check_positive,
     milliseconds,
     peak_memory,
     pipeline_of,
-    seconds_behind,
-    spans_of_all,
     strategy_of,
 )
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.run import Observation, Timeline
-from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
+from lightning_gpipe.core.run import Observation, Timeline, seconds_behind, spans_of_all
+from lightning_gpipe.core.show import (
+    INSTALL,
+    Slice,
+    TracedRun,
+    can_draw,
+    timeline_picture,
+    trace_of,
+)
 from lightning_gpipe.strategy import path_of
 
 TRACE, PICTURE = "pipeline_trace.json", "pipeline_timeline.png"
@@ -159,7 +163,7 @@ class PipelineMonitor(Callback):
             return
         # Only pipelines of one process have actions of the caller, on the clock of that process.
         runs = [
-            (timeline.layout, [*spans, *timeline.caller])
+            TracedRun(timeline.layout, [*spans, *timeline.caller])
             for timeline, spans in spans_of
             if timeline.layout is not None
         ]
@@ -203,8 +207,8 @@ class PipelineMonitor(Callback):
 
     def _draw(self, title: str, path: Path) -> None:
         step = self._steps[-1]
-        layout = step.runs[0][0]
-        all_spans = [span for _, spans in step.runs for span in spans]
+        layout = step.runs[0].layout
+        all_spans = [span for run in step.runs for span in run.spans]
         workers = [
             "\n".join([str(device), *(str(layout.partitions[j]) for j in layout.stages_of(w))])
             for w, device in enumerate(layout.devices)
@@ -233,7 +237,7 @@ def _metrics(observation: Observation) -> dict[str, float]:
     return metrics
 
 
-def _peaks(pipeline: GPipe, all_of: AllOf) -> Iterator[tuple[str, float]]:
+def _peaks(pipeline: GPipe, all_of: Callable[[Any], list[Any]]) -> Iterator[tuple[str, float]]:
     """Yield each device and its peak in bytes, with the rank if there are several processes."""
     devices = dict.fromkeys(pipeline.layout.devices_here)
     of_ranks = all_of([(str(device), peak_memory(device)) for device in devices])

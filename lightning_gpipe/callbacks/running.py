@@ -1,27 +1,16 @@
-"""Checks of the callbacks, and facts of a running pipeline: peak memory, times.
-
-Times are on the clock of the first process. Those of other processes are converted by the time of
-day, which the machines of a cluster keep alike within a millisecond or less.
-"""
+"""Checks of the callbacks, and facts of a running pipeline: its steps, peak memory."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from itertools import chain
-from time import perf_counter, time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.schedules import Span
-from lightning_gpipe.core.show import Slice
+from lightning_gpipe.core.show import Slice, TracedRun
 from lightning_gpipe.strategy import GPipeStrategy
-
-AllOf = Callable[[Any], list[Any]]  # see :meth:`GPipeStrategy.all_in_pipeline`
 
 BETWEEN = "between steps"
 
@@ -30,7 +19,7 @@ class RecordedStep(NamedTuple):
     """A step of a fit."""
 
     number: int
-    runs: list[tuple[Layout, list[Span]]]  # the actions of each mini-batch
+    runs: list[TracedRun]  # the actions of each mini-batch
     caller: list[Slice]
     seconds: float  # in which a pipeline ran
 
@@ -92,15 +81,3 @@ def peak_memory(device: torch.device) -> float | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else 1024 * peak)  # bytes there, KiB elsewhere
-
-
-def spans_of_all(all_of: AllOf, own: Sequence[Span], behind: float) -> list[Span]:
-    """Return all processes' actions by start on the first one's clock; ``own`` are ``behind``."""
-    shifted = [x._replace(start=x.start + behind, end=x.end + behind) for x in own]
-    return sorted(chain(*all_of(shifted)), key=lambda span: span.start)
-
-
-def seconds_behind(all_of: AllOf) -> float:
-    """Return the seconds by which the clock of this process is behind that of the first."""
-    own = time() - perf_counter()
-    return float(own - all_of(own)[0])

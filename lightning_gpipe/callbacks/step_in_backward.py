@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from lightning_gpipe.callbacks.running import pipeline_of, strategy_of
 from lightning_gpipe.core.faithful import add_note, has_hooks
-from lightning_gpipe.core.run import GradientHome, GradientTransfer, leaves_around
-from lightning_gpipe.distributed import own_parameters
+from lightning_gpipe.core.run import GradientHome, GradientTransfer, leaves_around, own_parameters
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
 

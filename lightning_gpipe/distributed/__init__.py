@@ -6,7 +6,7 @@ gradients of shared parameters. Replicas have batches of their own, and average 
 """
 
 from lightning_gpipe.distributed.arrangement import Arrangement, Mode
-from lightning_gpipe.distributed.buckets import divisible, own_parameters
+from lightning_gpipe.distributed.buckets import divisible
 from lightning_gpipe.distributed.checksum import checksum
 from lightning_gpipe.distributed.children import ProcessLauncher, Scripts
 from lightning_gpipe.distributed.comparison import check_same, shapes, versions

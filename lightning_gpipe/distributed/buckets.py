@@ -11,42 +11,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_gpipe.core.data import from_shard, shard_of
-from lightning_gpipe.core.faithful import has_hooks, has_memory
+from lightning_gpipe.core.faithful import has_hooks
 from lightning_gpipe.core.layout import Layout, tensors_within
+from lightning_gpipe.core.run import own_parameters
 from lightning_gpipe.core.transport import is_broken_connection
 from lightning_gpipe.distributed.group import FAILURE_TIMEOUT, Watcher
 from lightning_gpipe.distributed.shares import Shares
-
-
-def own_parameters(
-    root: nn.Module, layout: Layout, *, frozen: bool = False
-) -> dict[int, list[nn.Parameter]]:
-    """Return the parameters of each stage of this process that no other module of a model has.
-
-    Those that need dense gradients: for others DistributedDataParallel is told by their modules.
-    With ``frozen`` also those that need none.
-    """
-    stage_of = {
-        module: j
-        for j, partition in enumerate(layout.partitions)
-        for layer in partition.layers
-        for module in layer.modules()
-    }
-    users: dict[int, set[int | None]] = {}
-    for module in dict.fromkeys([*root.modules(), *stage_of]):
-        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        for parameter in module._parameters.values():
-            users.setdefault(id(parameter), set()).add(None if sparse else stage_of.get(module))
-    return {
-        j: [
-            parameter
-            for parameter in layout.partitions[j].parameters
-            if (parameter.requires_grad or frozen)
-            and has_memory(shard_of(parameter))
-            and users[id(parameter)] == {j}
-        ]
-        for j in layout.stages_here
-    }
 
 
 def divisible(root: nn.Module, layout: Layout) -> dict[int, list[nn.Parameter]]:

@@ -4,6 +4,7 @@ Here are also the tests of ``running``.
 """
 
 import re
+import time
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -18,9 +19,9 @@ from matplotlib.figure import Figure
 
 from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.callbacks import monitor as module
-from lightning_gpipe.callbacks import running
 from lightning_gpipe.callbacks.monitor import TRACE
-from lightning_gpipe.callbacks.running import RecordedStep, seconds_behind, spans_of_all
+from lightning_gpipe.callbacks.running import RecordedStep
+from lightning_gpipe.core.run import seconds_behind, spans_of_all
 from lightning_gpipe.core.schedules import Action, Kind, Span
 from lightning_gpipe.core.show import Slice, timeline_picture
 from lightning_gpipe.distributed.group import Group
@@ -268,7 +269,7 @@ def seen_at_five() -> list[Span]:
     """What all have recorded, each at 5 by a clock that is a day behind that of the one before."""
     group, rank = Group(timedelta(seconds=30)), torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(running, "perf_counter", lambda: perf_counter() - rank * DAY)
+        patched.setattr(time, "perf_counter", lambda: perf_counter() - rank * DAY)
         behind = seconds_behind(group.all)
     own = [Span(rank, Action(Kind.FORWARD, 0, rank), 5.0 - rank * DAY, 6.0)]
     return spans_of_all(group.all, own, behind)

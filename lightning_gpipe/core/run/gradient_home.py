@@ -12,8 +12,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_gpipe.core.data import shard_of
+from lightning_gpipe.core.faithful import has_memory
+from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run.shared_parameters import Pair
 
 
@@ -42,3 +45,34 @@ class GradientHome(ABC):
     @abstractmethod
     def begin(self) -> GradientTransfer | None:
         """Return the transfer of a mini-batch that begins its backwards; None if they stay here."""
+
+
+def own_parameters(
+    root: nn.Module, layout: Layout, *, frozen: bool = False
+) -> dict[int, list[nn.Parameter]]:
+    """Return the parameters of each stage of this process that no other module of a model has.
+
+    Those that need dense gradients: for others DistributedDataParallel is told by their modules.
+    With ``frozen`` also those that need none.
+    """
+    stage_of = {
+        module: j
+        for j, partition in enumerate(layout.partitions)
+        for layer in partition.layers
+        for module in layer.modules()
+    }
+    users: dict[int, set[int | None]] = {}
+    for module in dict.fromkeys([*root.modules(), *stage_of]):
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for parameter in module._parameters.values():
+            users.setdefault(id(parameter), set()).add(None if sparse else stage_of.get(module))
+    return {
+        j: [
+            parameter
+            for parameter in layout.partitions[j].parameters
+            if (parameter.requires_grad or frozen)
+            and has_memory(shard_of(parameter))
+            and users[id(parameter)] == {j}
+        ]
+        for j in layout.stages_here
+    }

@@ -31,8 +31,15 @@ class Slice(NamedTuple):
     end: float
 
 
+class TracedRun(NamedTuple):
+    """The actions of a mini-batch, of all processes."""
+
+    layout: Layout
+    spans: Sequence[Span]
+
+
 def trace_of(
-    runs: Iterable[tuple[Layout, Sequence[Span]]], caller: Sequence[Slice] = (), name: str = "GPipe"
+    runs: Iterable[TracedRun], caller: Sequence[Slice] = (), name: str = "GPipe"
 ) -> dict[str, Any]:
     """Return a trace of mini-batches and the caller's activities, for ``json.dump``."""
     runs = list(runs)
@@ -48,7 +55,7 @@ def trace_of(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _threads(runs: Sequence[tuple[Layout, Sequence[Span]]]) -> Iterator[dict[str, Any]]:
+def _threads(runs: Sequence[TracedRun]) -> Iterator[dict[str, Any]]:
     names = {_CALLER: "caller"}
     for layout, _ in runs:
         names |= {w + 1: _worker(layout, w) for w in range(len(layout.devices))}

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.faithful import Attributes, Journal, Manager
 from lightning_gpipe.core.pipeline import Pipeline
-from lightning_gpipe.core.run import leaves_around
+from lightning_gpipe.core.run import leaves_around, own_parameters
 from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.core.transport import OWN
 from lightning_gpipe.distributed import (
@@ -27,7 +27,6 @@ from lightning_gpipe.distributed import (
     equalise,
     equalise_buffers,
     leaves_early,
-    own_parameters,
     replicated,
 )
 from lightning_gpipe.strategy.pipelined import PipelinedModule

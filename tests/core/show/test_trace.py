@@ -9,7 +9,7 @@ import torch
 from lightning_gpipe.core.layout import Layout, Partition
 from lightning_gpipe.core.programs import Route, SkipName
 from lightning_gpipe.core.schedules import Action, Kind, Span, fill_drain, schedule_for
-from lightning_gpipe.core.show import Slice, trace_of
+from lightning_gpipe.core.show import Slice, TracedRun, trace_of
 from tests.support.placements import one_each
 from tests.support.traces import box_at, events_of, named
 
@@ -31,7 +31,7 @@ def spans_of(layout: Layout, m: int) -> list[Span]:
 
 def read_back(*routes: Route, caller: tuple[Slice, ...] = ()) -> list[dict[str, Any]]:
     where = layout(*routes)
-    return events_of(json.dumps(trace_of([(where, spans_of(where, 2))], caller, "Net")))
+    return events_of(json.dumps(trace_of([TracedRun(where, spans_of(where, 2))], caller, "Net")))
 
 
 def test_every_action_is_a_complete_event_on_its_worker() -> None:
@@ -79,7 +79,7 @@ def test_arrows_of_several_mini_batches_are_told_apart() -> None:
     first = spans_of(where, 2)
     second = [span._replace(start=span.start + 1, end=span.end + 1) for span in first]
 
-    events = events_of(json.dumps(trace_of([(where, first), (where, second)])))
+    events = events_of(json.dumps(trace_of([TracedRun(where, first), TracedRun(where, second)])))
 
     assert len({each["id"] for each in events if each["ph"] == "s"}) == 2 * 2 * 4
 
@@ -121,7 +121,7 @@ def test_row_of_the_caller() -> None:
         for k, a in enumerate(schedule.interleaved)
     ]
 
-    events = events_of(json.dumps(trace_of([(where, spans)])))
+    events = events_of(json.dumps(trace_of([TracedRun(where, spans)])))
 
     assert named(events, "thread_name")[4] == "caller, by micro-batch (cpu)"
     own = [each for each in events if each["ph"] == "X" and each["tid"] == 4]
@@ -143,6 +143,8 @@ def test_no_arrow_to_what_takes_no_time() -> None:
     where = layout()
     first, second = (Span(j, Action(Kind.FORWARD, 0, j), 100.0 + j, 101.0 + j) for j in range(2))
 
-    events = events_of(json.dumps(trace_of([(where, [first, second._replace(end=101.0)])])))
+    events = events_of(
+        json.dumps(trace_of([TracedRun(where, [first, second._replace(end=101.0)])]))
+    )
 
     assert not [each for each in events if each["ph"] in "sf"]

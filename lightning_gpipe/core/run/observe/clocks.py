@@ -63,3 +63,13 @@ Clock = HostClock | CudaClock
 def clock_of(stream: torch.cuda.Stream | None) -> Clock:
     """Return the clock of a worker that computes on ``stream``, or on the host."""
     return HostClock() if stream is None else CudaClock(stream)
+
+
+def seconds_behind(all_of: Callable[[Any], list[Any]]) -> float:
+    """Return the seconds by which the clock of this process is behind that of the first.
+
+    ``all_of`` gathers a value of all processes. Their times of day are alike within a millisecond
+    or less on the machines of a cluster.
+    """
+    own = time.time() - time.perf_counter()
+    return float(own - all_of(own)[0])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
 from typing import Any, TypeVar
 
@@ -107,6 +108,14 @@ class Timeline:
             for span in self.spans
         ]
         return "\n".join(lines)
+
+
+def spans_of_all(
+    all_of: Callable[[Any], list[Any]], own: Sequence[Span], behind: float
+) -> list[Span]:
+    """Return all processes' actions by start on the first one's clock; ``own`` are ``behind``."""
+    shifted = [x._replace(start=x.start + behind, end=x.end + behind) for x in own]
+    return sorted(chain(*all_of(shifted)), key=lambda span: span.start)
 
 
 def length_of(schedule: Schedule, spans: Iterable[Span]) -> float:
