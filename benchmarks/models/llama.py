@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import whole
+from lightning_gpipe import whole
 
 
 class Llama(nn.Module):

@@ -47,6 +47,7 @@ from lightning_gpipe.core.layout.partition import (
     cut,
     layer_ranges,
     partitions_of,
+    stages_of_layers,
 )
 from lightning_gpipe.core.layout.shards import (
     TENSOR_PARALLEL,

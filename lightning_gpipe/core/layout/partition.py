@@ -12,7 +12,7 @@ depend on the balance::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, chain, pairwise, takewhile
@@ -100,6 +100,11 @@ def layer_ranges(balance: Sequence[int]) -> list[range]:
     [range(0, 2), range(2, 3)]
     """
     return [range(first, end) for first, end in pairwise(accumulate(balance, initial=0))]
+
+
+def stages_of_layers(partitions: Iterable[Partition]) -> list[int]:
+    """Return the stage of each layer."""
+    return [partition.index for partition in partitions for _ in partition.layers]
 
 
 def _from_to(first: str, last: str) -> str:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_gpipe.core.data import requires_grad
 from lightning_gpipe.core.layout.layout import HOST, META, Layout
 from lightning_gpipe.core.layout.module_attributes import (
     attributes_in,
@@ -147,7 +146,7 @@ def _check_host_copy(module: nn.Module, name: str, parameter: nn.Parameter) -> N
             f"__tensor_flatten__ what it is made of: got {_title(module, name)}. Write "
             "weights='device'."
         )
-    trained = _attributes_with(parameter, requires_grad)
+    trained = _attributes_with(parameter, lambda tensor: tensor.requires_grad)
     if kind is not nn.Parameter and trained:
         raise ValueError(
             "a tensor in an attribute of a weight at home on the host must not require a gradient: "

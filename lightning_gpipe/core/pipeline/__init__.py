@@ -19,6 +19,10 @@ from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import memory_of, plan, plan_measured, resolve
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
 from lightning_gpipe.core.pipeline.gpipe import GPipe
-from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
+from lightning_gpipe.core.pipeline.micro_batch_steps import (
+    MicroBatchStepping,
+    Outcome,
+    StepSchedule,
+)
 from lightning_gpipe.core.pipeline.piped_module import PipedModule, piped_modules_at
 from lightning_gpipe.core.pipeline.pipeline import Pipeline

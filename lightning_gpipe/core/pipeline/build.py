@@ -22,6 +22,7 @@ from lightning_gpipe.core.layout import (
     check_outside,
     check_sharing,
     shared_with_outside,
+    stages_of_layers,
 )
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
@@ -66,7 +67,8 @@ def lay_out_all(
 def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layout) -> Layout:
     """Lay out one module; the parameters that are used around its layers have their home there."""
     layers = [layer for partition in partitions for layer in partition.layers]
-    layout = places.recut(partitions, routes_of(skips_of(layers, partitions), partitions))
+    stage_of = stages_of_layers(partitions)
+    layout = places.recut(partitions, routes_of(skips_of(layers, stage_of), stage_of))
     check_sharing(layout)
     check_outside(piped.root, piped.module, layout, layout.outside)
     shared = shared_with_outside(piped.root, piped.module)

@@ -31,15 +31,18 @@ from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_e
 from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import resolve
 from lightning_gpipe.core.pipeline.choose.sampling import entries_with
-from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
+from lightning_gpipe.core.pipeline.micro_batch_steps import (
+    MicroBatchStepping,
+    Outcome,
+    StepSchedule,
+)
 from lightning_gpipe.core.pipeline.piped_module import PipedModule, check_entries, piped_modules_at
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.programs import RouteName
 from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline, check_threads
-from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch, OffloadActivations
+from lightning_gpipe.core.schedules import ActivationCheckpointing, OffloadActivations
 from lightning_gpipe.core.show import Table, skip_table, stage_table
-from lightning_gpipe.core.skip import skips_of
 from lightning_gpipe.core.transport import Workers, check_cores
 
 
@@ -283,7 +286,7 @@ class GPipe(StandIn):
         step: Callable[[Any], Any],
         batch: Any,
         *,
-        schedule: ByMicroBatch | Sequence[Sequence[int]] = "1f1b",
+        schedule: StepSchedule = "1f1b",
         around: nn.Module | None = None,
         scale: float | Tensor = 1.0,
     ) -> Outcome:
@@ -478,7 +481,7 @@ class GPipe(StandIn):
 
         Once a micro-batch has run, it has the bytes that are sent from stage to stage.
         """
-        return skip_table(skips_of(self.layout.layers), self.layout.partitions, self._skip_bytes())
+        return skip_table(self.layout, self._skip_bytes())
 
     def _skip_bytes(self) -> dict[RouteName, int]:
         return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}

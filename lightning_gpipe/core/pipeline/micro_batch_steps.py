@@ -20,6 +20,8 @@ from lightning_gpipe.core.schedules import (
     schedule_for,
 )
 
+StepSchedule = ByMicroBatch | Sequence[Sequence[int]]  # the user's, by its name or written out
+
 
 class Outcome(NamedTuple):
     """The result of a training step.
@@ -43,9 +45,7 @@ class Outcome(NamedTuple):
 class MicroBatchStepping:
     """Runs training steps by micro-batch; raises without such a schedule or without greenlet."""
 
-    def __init__(
-        self, pipeline: Pipeline, schedule: ByMicroBatch | Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, schedule: StepSchedule) -> None:
         own: ByMicroBatch | Block = schedule if isinstance(schedule, str) else as_block(schedule)
         check_by_micro_batch(own, pipeline.chunks, pipeline.layout.placement)
         greenlets()

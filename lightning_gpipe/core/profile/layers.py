@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_gpipe.core.balance import LayerProfile, ModelProfile
 from lightning_gpipe.core.data import bytes_of
 from lightning_gpipe.core.faithful import preserved
-from lightning_gpipe.core.layout import Partition, lay_out
+from lightning_gpipe.core.layout import Partition, lay_out, stages_of_layers
 from lightning_gpipe.core.profile.optimizers import Optimizers, optimizer_bytes
 from lightning_gpipe.core.profile.rounds import Rounds
 from lightning_gpipe.core.programs import Program
@@ -74,7 +74,8 @@ def profile_layers(
 def _stages(partitions: Sequence[Partition], device: torch.device) -> list[Stage]:
     """Return a stage for each layer, which copies parameters that are on another device."""
     layers = [layer for partition in partitions for layer in partition.layers]
-    routes = routes_of(skips_of(layers, partitions), partitions)
+    stage_of = stages_of_layers(partitions)
+    routes = routes_of(skips_of(layers, stage_of), stage_of)
     layout = lay_out(partitions, [device], routes)
     layout = layout.with_homes({parameter: parameter.device for parameter in layout.homes})
     return [Stage(layout, j, deferred_batch_norm=True) for j in range(layout.n)]

@@ -10,10 +10,10 @@ from rich.table import Column, Table
 from torch import nn
 
 from lightning_gpipe.core.balance import StageCosts, parameter_costs, sums_of
-from lightning_gpipe.core.layout import Layout, Partition
+from lightning_gpipe.core.layout import Layout, stages_of_layers
 from lightning_gpipe.core.programs import RouteName
 from lightning_gpipe.core.show.plans import time_cell, time_unit
-from lightning_gpipe.core.skip import Skip, stages_of
+from lightning_gpipe.core.skip import skips_of
 
 
 def stage_table(
@@ -59,19 +59,17 @@ def stage_table(
     return table
 
 
-def skip_table(
-    skips: Iterable[Skip], partitions: Sequence[Partition], sizes: Mapping[RouteName, int]
-) -> Table:
+def skip_table(layout: Layout, sizes: Mapping[RouteName, int]) -> Table:
     """List the skip connections, one row each::
 
     name      stashed by  popped by  stages  crosses  bytes per micro-batch
     'detail'  layer 3     layer 18   0 -> 2  2        147,456
     'middle'  layer 7     layer 14   1       -
     """
-    stage_of = stages_of(partitions)
+    stage_of = stages_of_layers(layout.partitions)
     size = Column("bytes per micro-batch", justify="right")
     table = Table("name", "stashed by", "popped by", "stages", "crosses", size)
-    for skip in skips:
+    for skip in skips_of(layout.layers):
         source, target = stage_of[skip.stash], stage_of[skip.pop]
         number = sizes.get(skip.name)
         table.add_row(

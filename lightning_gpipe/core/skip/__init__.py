@@ -17,11 +17,9 @@ from lightning_gpipe.core.skip.declare import (
     with_skips,
 )
 from lightning_gpipe.core.skip.skip_layout import (
-    Skip,
     leaving_tensors,
     routes_of,
     skips_of,
-    stages_of,
     table_of,
     verify_skippables,
 )

@@ -7,12 +7,11 @@ one layer may run in any order, so a stash and a pop in the same layer are only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.programs import Route, SkipName
 from lightning_gpipe.core.skip.declare import Table, declaration_of, full_name
 
@@ -39,12 +38,12 @@ def verify_skippables(module: nn.Sequential) -> None:
     skips_of(module)
 
 
-def skips_of(layers: Iterable[nn.Module], partitions: Sequence[Partition] = ()) -> list[Skip]:
+def skips_of(layers: Iterable[nn.Module], stage_of: Sequence[int] = ()) -> list[Skip]:
     """Return the skip connections between layers, in the order of their stashes.
 
-    Raises a TypeError that names every fault, with the stages if the partitions are known.
+    Raises a TypeError that names every fault, with the stages if those of the layers are known.
     """
-    stashes, pops = _uses(layers, stages_of(partitions))
+    stashes, pops = _uses(layers, stage_of)
     faults = [*_repeated(stashes, "stashed"), *_repeated(pops, "popped")]
     skips = []
     for name in dict.fromkeys([*stashes, *pops]):
@@ -66,9 +65,8 @@ def skips_of(layers: Iterable[nn.Module], partitions: Sequence[Partition] = ()) 
     return skips
 
 
-def routes_of(skips: Iterable[Skip], partitions: Sequence[Partition]) -> list[Route]:
+def routes_of(skips: Iterable[Skip], stage_of: Sequence[int]) -> list[Route]:
     """Return the skip connections between different stages."""
-    stage_of = stages_of(partitions)
     routes = (Route(skip.name, stage_of[skip.stash], stage_of[skip.pop]) for skip in skips)
     return [route for route in routes if route.source != route.target]
 
@@ -92,13 +90,8 @@ def leaving_tensors(table: Table, leaving: Sequence[Route]) -> list[Any]:
     return [table[route.name] for route in leaving]
 
 
-def stages_of(partitions: Iterable[Partition]) -> dict[int, int]:
-    """Return the stage of each layer."""
-    return {k: p.index for p in partitions for k in p.indices}
-
-
 def _uses(
-    layers: Iterable[nn.Module], stage_of: Mapping[int, int]
+    layers: Iterable[nn.Module], stage_of: Sequence[int]
 ) -> tuple[dict[SkipName, list[_Use]], dict[SkipName, list[_Use]]]:
     stashes: dict[SkipName, list[_Use]] = {}
     pops: dict[SkipName, list[_Use]] = {}
@@ -107,7 +100,7 @@ def _uses(
             declaration = declaration_of(module)
             if declaration is None:
                 continue
-            stage = f", stage {stage_of[k]}" if k in stage_of else ""
+            stage = f", stage {stage_of[k]}" if stage_of else ""
             full_path = f"layer {k}{'.' + path if path else ''}"
             use = _Use(k, f"{full_path} ({type(module).__name__}{stage})")
             for uses, names in ((stashes, declaration.stash), (pops, declaration.pop)):

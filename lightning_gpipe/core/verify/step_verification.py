@@ -9,7 +9,7 @@ and reported apart: any other difference is due to the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import Journal, RandomState
-from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.pipeline import GPipe, StepSchedule
 from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.run import loss_and_weight
-from lightning_gpipe.core.schedules import ByMicroBatch
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import (
     BY_MICRO_BATCH,
@@ -46,7 +45,7 @@ def verify_step(
     step: Callable[[Any], Any],
     batch: Any,
     *,
-    schedule: ByMicroBatch | Sequence[Sequence[int]] = "1f1b",
+    schedule: StepSchedule = "1f1b",
     around: nn.Module | None = None,
     scale: float | Tensor = 1.0,
     tolerance: float | None = None,
@@ -143,7 +142,7 @@ class StepRuns:
         self._even = False  # whether all micro-batches have equally many rows
         self._drew = False
 
-    def by_micro_batch(self, schedule: ByMicroBatch | Sequence[Sequence[int]]) -> Run:
+    def by_micro_batch(self, schedule: StepSchedule) -> Run:
         with isolated(self.modules, [self.pipeline.only]):
             outcome = self.pipeline.by_micro_batch(
                 self.step, self._copy(), schedule=schedule, around=self.around, scale=self.scale

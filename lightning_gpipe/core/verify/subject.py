@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpipe.core.layout import Layout, layers_of
+from lightning_gpipe.core.layout import Layout, layers_of, stages_of_layers
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.profile import Visit, walk_program
 from lightning_gpipe.core.programs import Program, chain
@@ -68,9 +68,9 @@ class VerifiedProgram:
 
 def _layers(sequential: nn.Module, layout: Layout) -> Iterator[VerifiedUnit]:
     assert isinstance(sequential, nn.Sequential)
-    stage_of = [part.index for part in layout.partitions for _ in part.layers]
+    stages = stages_of_layers(layout.partitions)
     for k, (name, layer) in enumerate(layers_of(sequential).items()):
-        j = stage_of[k]
+        j = stages[k]
         kind, where = type(layer).__name__, f"stage {j}, {layout.where(j)}"
         yield VerifiedUnit(name, f"layer {k} ({name!r}, {kind}, {where})", layer, j)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.layout.partition import cut
+from lightning_gpipe.core.layout.partition import cut, stages_of_layers
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.programs import Route, SkipName
 from lightning_gpipe.core.skip.declare import Namespace, pop, skippable, stash
@@ -203,7 +203,7 @@ def test_routes(balance: list[int], expected: dict[int, tuple[int, int]]) -> Non
     module = nn.Sequential(a, b, c, d, e, f)  # 0 to 5, 1 to 3, 2 to 4
     skips = skips_of(module)
 
-    routes = routes_of(skips, cut(module, balance))
+    routes = routes_of(skips, stages_of_layers(cut(module, balance)))
 
     assert routes == [Route(skips[k].name, *way) for k, way in expected.items()]
 
