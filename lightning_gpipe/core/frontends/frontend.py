@@ -14,7 +14,7 @@ A front-end knows the user's module, and neither the engine nor the facade, whic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -113,9 +113,10 @@ class Frontend(ABC):
     def units(self) -> Sequence[str]:
         """The names of the units that a balance counts, in order: paths in the whole model."""
 
+    @property
     @abstractmethod
-    def costs(self) -> list[int]:
-        """Count the parameters of each unit; a shared one counts for the first unit with it."""
+    def unit_modules(self) -> Iterable[nn.Module]:
+        """The modules of each unit, as one."""
 
     def in_units(self, balance: Sequence[int]) -> Sequence[int]:
         """Return a user's balance as one that counts :attr:`units`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import check_free, install
 from lightning_gpipe.core.layout import (
@@ -49,9 +48,10 @@ class Layers(Frontend):
     def units(self) -> Sequence[str]:
         return [self._prefix + path for path in layers_of(self._module)]
 
+    @property
     @override
-    def costs(self) -> list[int]:
-        return parameter_costs(layers_of(self._module).values())
+    def unit_modules(self) -> Iterable[nn.Module]:
+        return layers_of(self._module).values()
 
     @override
     def in_units(self, balance: Sequence[int]) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gpipe import GPipe, whole
-from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.frontends import frontend_of
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.layout import Partition
@@ -67,9 +66,10 @@ class Hidden(Frontend):
     def units(self) -> Sequence[str]:
         return [f"{self._path}.{k}" for k in range(len(self._own.blocks))]
 
+    @property
     @override
-    def costs(self) -> list[int]:
-        return parameter_costs(self._own.blocks)
+    def unit_modules(self) -> Iterable[nn.Module]:
+        return self._own.blocks
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:

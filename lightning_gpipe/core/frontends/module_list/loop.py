@@ -14,7 +14,7 @@ the block before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.faithful import Manager
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import OwnerForward, second_pipeline
@@ -71,9 +70,10 @@ class Loop(Frontend):
     def units(self) -> Sequence[str]:
         return self._names
 
+    @property
     @override
-    def costs(self) -> list[int]:
-        return parameter_costs(self._modules)
+    def unit_modules(self) -> Iterable[nn.Module]:
+        return self._modules
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
-from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.faithful import NOTHING, Journal, Manager, is_traced
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import check_free, check_recordable, install
@@ -55,9 +54,10 @@ class TracedForward(Frontend):
     def units(self) -> Sequence[str]:
         return [f"{self._prefix}{unit.calls[0].target}" for unit in self._units]
 
+    @property
     @override
-    def costs(self) -> list[int]:
-        return parameter_costs(_modules_of(self._graphs[0], unit) for unit in self._units)
+    def unit_modules(self) -> Iterable[nn.Module]:
+        return (_modules_of(self._graphs[0], unit) for unit in self._units)
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:

@@ -15,6 +15,7 @@ from lightning_gpipe.core.balance import (
     LayerCosts,
     Place,
     memory_costs,
+    parameter_costs,
     recomputing,
     solve_on,
     time_costs,
@@ -90,7 +91,7 @@ def _unit_costs(
     criterion: str, measuring: LayerMeasurement, k: int, places: Sequence[Place]
 ) -> tuple[LayerCosts, Sequence[Place]]:
     if criterion == "parameters":
-        return LayerCosts(measuring.modules[k].frontend.costs()), places
+        return LayerCosts(parameter_costs(measuring.modules[k].frontend.unit_modules)), places
     profile = measuring.profiles[k].with_states(measuring.states)
     places = recomputing(places, profile, measuring.activation_checkpointing)
     if criterion == "time":
@@ -152,5 +153,5 @@ def _first(start: str, units: Sequence[str], name: str, path: str) -> int:
 
 def parameters_around(modules: Sequence[PipedModule]) -> int:
     """Return the number of parameters of a model that are in no unit of its piped modules."""
-    total = sum(parameter.numel() for parameter in modules[0].root.parameters())
-    return max(0, total - sum(sum(piped.frontend.costs()) for piped in modules))
+    units = (sum(parameter_costs(piped.frontend.unit_modules)) for piped in modules)
+    return max(0, sum(parameter_costs([modules[0].root])) - sum(units))
