@@ -23,9 +23,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_gpipe.core.faithful import Journal
-from lightning_gpipe.core.layout import layers_of
+from lightning_gpipe.core.layout import kind_of, layers_of
 from lightning_gpipe.core.pipeline import PipedModule
-from lightning_gpipe.core.profile import kind_of
 
 _Call = Callable[..., Any]
 _OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")

@@ -3,7 +3,6 @@
 The costs are a :class:`~lightning_gpipe.core.balance.ModelProfile`, measured one layer at a time.
 """
 
-from lightning_gpipe.core.profile.alike import kind_of
 from lightning_gpipe.core.profile.layers import Subject, profile_layers
 from lightning_gpipe.core.profile.meters import host_speed
 from lightning_gpipe.core.profile.optimizers import Optimizers

@@ -1,4 +1,7 @@
-"""Blocks of a model's loop: of those that are alike one is measured for all, and no others."""
+"""Blocks of a model's loop: of those that are alike one is measured for all, and no others.
+
+Here are also the tests of ``module_kinds``.
+"""
 
 from __future__ import annotations
 
