@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroup
 
+from lightning_gpipe.core.data import MicroBatching, Rows
+from lightning_gpipe.core.faithful import check_batch_norms, rows_needed
 from lightning_gpipe.core.frontends import choose_devices, place_all
 from lightning_gpipe.core.layout import (
     Around,
@@ -24,11 +26,13 @@ from lightning_gpipe.core.layout import (
     shared_with_outside,
     stages_of_layers,
 )
+from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.run import Threads
 from lightning_gpipe.core.schedules import folded, looped
 from lightning_gpipe.core.skip import routes_of, skips_of
-from lightning_gpipe.core.transport import Connection, Workers, join_processes, rank_among
+from lightning_gpipe.core.transport import Workers, check_cores, join_processes, rank_among
 
 
 def lay_out_all(
@@ -75,21 +79,49 @@ def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layo
     return layout.with_everywhere([*piped.frontend.own, *shared])
 
 
-def connect_all(
+def build(
     modules: Sequence[PipedModule],
     layouts: Sequence[Layout],
+    settings: Resolved,
     group: ProcessGroup | None,
     lost_after: timedelta | None,
-) -> Connection | None:
-    """Connect the processes of the pipelines, if there are several."""
+    *,
+    microbatching: MicroBatching | None,
+    deferred_batch_norm: bool,
+    threads: Threads,
+    cores: int | None,
+) -> None:
+    """Connect the processes, move the layers, and let calls of the modules run the pipelines."""
     layout = layouts[0]
-    if not layout.spread:
-        return None
-    devices = dict(zip(layout.workers_here, layout.devices_here, strict=True))
-    return join_processes(group, lost_after, [piped.name for piped in modules], devices)
+    check_cores(cores, layout.devices)
+    if deferred_batch_norm:
+        for each in layouts:
+            check_batch_norms(each.layers, [title for x in each.partitions for title in x.titles])
+    connection = None
+    if layout.spread:
+        devices = dict(zip(layout.workers_here, layout.devices_here, strict=True))
+        names = [piped.name for piped in modules]
+        connection = join_processes(group, lost_after, names, devices)
+    place_all(modules[0].root, layouts)
+    workers = Workers(*layouts)
+    pipelines = [
+        Pipeline(
+            layout,
+            settings,
+            microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
+            deferred_batch_norm=deferred_batch_norm,
+            threads=threads,
+            cores=cores,
+            workers=workers,
+            connection=connection,
+            number=number,
+        )
+        for number, (piped, layout) in enumerate(zip(modules, layouts, strict=True))
+    ]
+    _attach_all(modules, pipelines)
 
 
-def attach_all(modules: Sequence[PipedModule], pipelines: Sequence[Pipeline]) -> None:
+def _attach_all(modules: Sequence[PipedModule], pipelines: Sequence[Pipeline]) -> None:
     """Let calls of the modules run the pipelines, which have their observers together."""
     for piped, pipeline in zip(modules, pipelines, strict=True):
         pipeline.engine.succeed(pipelines[0].engine)
@@ -153,7 +185,7 @@ def rebuild(
     workers = Workers(*layouts)
     for piped, layout in zip(modules, layouts, strict=True):
         piped.pipeline.rebuild(layout, workers)
-    attach_all(modules, [piped.pipeline for piped in modules])
+    _attach_all(modules, [piped.pipeline for piped in modules])
 
 
 def _idle(modules: Sequence[PipedModule]) -> bool:

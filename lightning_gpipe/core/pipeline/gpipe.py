@@ -16,17 +16,16 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_gpipe.core.balance import stage_costs
-from lightning_gpipe.core.data import MicroBatching, Rows, check_microbatching
-from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
+from lightning_gpipe.core.data import MicroBatching, check_microbatching
+from lightning_gpipe.core.faithful import not_compiled
 from lightning_gpipe.core.frontends import (
     StandIn,
     move_home,
-    place_all,
     remove_dispatch_hooks,
     with_index,
 )
 from lightning_gpipe.core.layout import Around, Layout, Weights, check_around, check_devices
-from lightning_gpipe.core.pipeline.build import attach_all, connect_all, lay_out_all, rebuild, recut
+from lightning_gpipe.core.pipeline.build import build, lay_out_all, rebuild, recut
 from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each
 from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import resolve
@@ -43,7 +42,7 @@ from lightning_gpipe.core.programs import RouteName
 from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline, check_threads
 from lightning_gpipe.core.schedules import ActivationCheckpointing, OffloadActivations
 from lightning_gpipe.core.show import Table, skip_table, stage_table
-from lightning_gpipe.core.transport import Workers, check_cores
+from lightning_gpipe.core.transport import check_cores
 
 
 class GPipe(StandIn):
@@ -215,29 +214,17 @@ class GPipe(StandIn):
             folds=folded,
             weights=resolved.weights,
         )
-        check_cores(cores, layouts[0].devices)
-        if deferred_batch_norm:
-            for layout in layouts:
-                titles = [title for part in layout.partitions for title in part.titles]
-                check_batch_norms(layout.layers, titles)
-        connection = connect_all(modules, layouts, group, lost_after)
-        place_all(model, layouts)
-        workers = Workers(*layouts)
-        pipelines = [
-            Pipeline(
-                layout,
-                resolved,
-                microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
-                deferred_batch_norm=deferred_batch_norm,
-                threads=threads,
-                cores=cores,
-                workers=workers,
-                connection=connection,
-                number=number,
-            )
-            for number, (piped, layout) in enumerate(zip(modules, layouts, strict=True))
-        ]
-        attach_all(modules, pipelines)
+        build(
+            modules,
+            layouts,
+            resolved,
+            group,
+            lost_after,
+            microbatching=microbatching,
+            deferred_batch_norm=deferred_batch_norm,
+            threads=threads,
+            cores=cores,
+        )
         super().__init__(model)
         self.piped_modules: Sequence[PipedModule] = modules
         self.plan = resolved.plan
