@@ -178,8 +178,7 @@ class PipelinedModule:
         here: dict[bool, set[nn.Module]] = {True: set(), False: set()}
         for layout in self.pipeline.layouts:
             for j, partition in enumerate(layout.partitions):
-                inside = (module for layer in partition.layers for module in layer.modules())
-                here[layout.owner_of(j) == layout.rank].update(inside)
+                here[layout.owner_of(j) == layout.rank].update(partition.modules)
         foreign = here[False] - here[True]
         return {path for path, module in self._root.named_modules() if module in foreign}
 
@@ -256,8 +255,8 @@ def _check_sizes(
 
 def modules_inside(pipeline: GPipe) -> set[nn.Module]:
     """Return the modules in the stages of all processes."""
-    layers = (layer for layout in pipeline.layouts for layer in layout.layers)
-    return {module for layer in layers for module in layer.modules()}
+    partitions = (partition for layout in pipeline.layouts for partition in layout.partitions)
+    return {module for partition in partitions for module in partition.modules}
 
 
 def must_stay(root: nn.Module) -> bool:

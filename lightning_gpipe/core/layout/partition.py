@@ -50,6 +50,18 @@ class Partition:
         return range(self.first, self.first + len(self.layers))
 
     @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The layers and all modules within them, each once; written for speed."""
+        modules: dict[nn.Module, None] = {}
+        waiting = list(self.layers)[::-1]
+        while waiting:
+            module = waiting.pop()
+            if module not in modules:
+                modules[module] = None
+                waiting += [child for child in module._modules.values() if child is not None][::-1]
+        return tuple(modules)
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 

@@ -43,7 +43,7 @@ from lightning_gpipe.core.run.minibatch import MiniBatch
 from lightning_gpipe.core.run.minibatch_run import Equipment
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTimes, ThreadsOrInline
 from lightning_gpipe.core.run.observe.timeline import Timeline
-from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of
+from lightning_gpipe.core.run.stage import Stage, training_flags_of
 from lightning_gpipe.core.run.step_at_last import StepAtLast
 from lightning_gpipe.core.schedules import (
     CALLER,
@@ -102,7 +102,7 @@ class Engine:
         self.ways = ways
         here = {stage.partition.index: stage for stage in self.stages}
         modules = [
-            here.get(j) or modules_in(partition) for j, partition in enumerate(layout.partitions)
+            here.get(j) or partition.modules for j, partition in enumerate(layout.partitions)
         ]
         self._equipment = Equipment(
             self.stages,
@@ -308,8 +308,7 @@ class Engine:
         def run() -> Any:
             slots = [
                 (module._parameters, name, _filled(p, values.get(id(p)), layout.device_of(j)))
-                for layer in layout.partitions[j].layers
-                for module in layer.modules()
+                for module in layout.partitions[j].modules
                 for name, p in module._parameters.items()
                 if p is not None and p.is_meta
             ]

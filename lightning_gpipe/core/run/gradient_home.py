@@ -56,10 +56,7 @@ def own_parameters(
     With ``frozen`` also those that need none.
     """
     stage_of = {
-        module: j
-        for j, partition in enumerate(layout.partitions)
-        for layer in partition.layers
-        for module in layer.modules()
+        module: partition.index for partition in layout.partitions for module in partition.modules
     }
     users: dict[int, set[int | None]] = {}
     for module in dict.fromkeys([*root.modules(), *stage_of]):

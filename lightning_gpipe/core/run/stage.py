@@ -53,18 +53,6 @@ def training_flags_of(stages: Sequence[Stage | tuple[nn.Module, ...]]) -> bytes:
     )
 
 
-def modules_in(partition: Partition) -> tuple[nn.Module, ...]:
-    """Return the layers and all modules within them, each once; written for speed."""
-    modules: dict[nn.Module, None] = {}
-    waiting = list(partition.layers)[::-1]
-    while waiting:
-        module = waiting.pop()
-        if module not in modules:
-            modules[module] = None
-            waiting += [child for child in module._modules.values() if child is not None][::-1]
-    return tuple(modules)
-
-
 class Stage:
     """A partition and the device on which it works.
 
@@ -103,7 +91,7 @@ class Stage:
         self.splits = Splits()
         self.gather: Gather | None = None
         self.divided: DividedWeights | None = None
-        self._set_modules(modules_in(self.partition))
+        self._set_modules(self.partition.modules)
         self.follow(layout)
 
     def __str__(self) -> str:
@@ -124,7 +112,7 @@ class Stage:
     def refresh(self) -> None:
         """Update :attr:`modules`, which the user may have changed since the last step."""
         self.journal.reset()  # changes that an interrupted mini-batch left
-        modules = modules_in(self.partition)
+        modules = self.partition.modules
         if modules != self.modules:
             self._set_modules(modules)
         self.state.refresh()

@@ -55,8 +55,7 @@ class _Registry:
     def turns_of(self, *layouts: Layout) -> list[_Turn]:
         """Return the turns of all modules in the layers, in the same order for every pipeline."""
         partitions = (partition for layout in layouts for partition in layout.partitions)
-        layers = (layer for partition in partitions for layer in partition.layers)
-        modules = {module for layer in layers for module in layer.modules()}
+        modules = {module for partition in partitions for module in partition.modules}
         with self._lock:
             known_turns = {turn for module in modules if (turn := self._turn_of.get(module))}
             turns = sorted(known_turns or {_Turn()}, key=id)

@@ -41,17 +41,15 @@ class StageModules:
             self._add_borrowed(j)
         self.partitions = self._partitions(graphs, prefix)
         for partition in self.partitions:
-            for layer in partition.layers:
-                own.owners.update(dict.fromkeys(layer.modules(), partition.index))
+            own.owners.update(dict.fromkeys(partition.modules, partition.index))
 
     def slot(self, path: str, j: int) -> tuple[int, nn.Module, str] | None:
         """Find the latest stage until ``j`` with the tensor at a path, and its module and name."""
         owner, name = _parent(self._root, path)
         for partition in reversed(self.partitions[: j + 1]):
-            for layer in partition.layers:
-                for module in layer.modules():
-                    if local := _name_in(module, owner, name):
-                        return partition.index, module, local
+            for module in partition.modules:
+                if local := _name_in(module, owner, name):
+                    return partition.index, module, local
         return None
 
     def _place(self, prefix: str, module: nn.Module) -> None:

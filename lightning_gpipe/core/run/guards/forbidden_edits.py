@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import Shadows
 from lightning_gpipe.core.run.activations import Activations, versions_in
-from lightning_gpipe.core.run.stage import Stage, modules_in
+from lightning_gpipe.core.run.stage import Stage
 
 
 def check_edits(stage: Stage, shadows: Shadows, lost: Tensor | None = None) -> None:
@@ -89,7 +89,7 @@ def check_unchanged(
         rule, cause = "parameters must not be edited", "an edit, such as an optimizer step"
     elif any(each.saved is not None and each.saved.buffers.lost for each in dropped):
         rule, cause = "buffers must not be edited", "an edit"
-    elif modules_in(stage.partition) != modules:
+    elif stage.partition.modules != modules:
         rule, cause = "modules must not be added, removed or replaced", "other modules"
     else:
         return
