@@ -54,7 +54,6 @@ from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.distributed import (
     Mode,
     SharedLoader,
-    has_batch_hooks,
     is_without_values,
     refuse_world_size,
     shapes,
@@ -66,7 +65,6 @@ from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.adapters.signals import Signals
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import compile_layers
-from lightning_gpipe.strategy.inner_processes import InnerProcesses
 from lightning_gpipe.strategy.last_outputs import LastOutputs
 from lightning_gpipe.strategy.options import (
     StartMethod,
@@ -475,12 +473,15 @@ class GPipeStrategy(ParallelStrategy):
             follow_parameters(optimizer)
         if trainer.state.fn == TrainerFn.FITTING:  # else they have the shares of the last fit
             self._sharding.divide_optimizers(self.optimizers, self._averaging.in_step)
+        last: LastOutputs | None = None
+        if processes.at_last:
+            last = LastOutputs(module, piped, processes, self._replicas.at_ends, changes)
         self._steps = UserSteps(
             module,
             piped,
             verify=self.options.verified,
             in_wrapper=self._in_wrapper,
-            last=self._last_outputs(piped) if processes.at_last else None,
+            last=last,
         )
         self._adapt(trainer, piped)
 
@@ -523,12 +524,6 @@ class GPipeStrategy(ParallelStrategy):
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)
 
-    def _last_outputs(self, piped: PipelinedModule) -> LastOutputs:
-        module, group, changes = self._root, self._processes.pipeline_group, self._changes
-        told = piped.modules[0], piped.inner, group, self._replicas.at_ends
-        inner = InnerProcesses(module, *told, changes, have_batches=self._has_batch_hooks)
-        return LastOutputs(module, piped.pipeline, inner, changes, self._processes.explain)
-
     @override
     def model_to_device(self) -> None:
         pass  # the pipelines have moved all of it
@@ -544,21 +539,8 @@ class GPipeStrategy(ParallelStrategy):
         return SharedLoader(dataloader, group, self._readers)
 
     def _readers(self) -> Collection[int] | None:
-        """Return the places in the pipeline of the processes that read a batch; None for all."""
-        trainer, piped, steps = self._root.trainer, self._piped, self._steps
-        predicts = trainer.state.fn == TrainerFn.PREDICTING
-        if predicts or not self._processes.at_last or piped is None or steps is None:
-            return None
-        if not piped.inner or steps.verifies or self._has_batch_hooks:
-            return None
-        shards = self.options.tensor_parallel
-        return {place * shards + k for place in piped.ends for k in range(shards)}
-
-    @property
-    def _has_batch_hooks(self) -> bool:
-        """True if the user's code changes batches, for which all processes have them."""
-        data = self._root.trainer.datamodule  # type: ignore[attr-defined]  # a connector sets it
-        return has_batch_hooks(self._root, data)
+        predicts = self._root.trainer.state.fn == TrainerFn.PREDICTING
+        return None if predicts or self._steps is None else self._steps.readers
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

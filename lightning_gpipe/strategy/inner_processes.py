@@ -74,7 +74,7 @@ class InnerProcesses:
         at_ends: Callable[[], Sequence[nn.Parameter]],
         changes: Journal,
         *,
-        have_batches: bool = False,
+        have_batches: bool,
     ) -> None:
         self._module = module
         self._piped = piped

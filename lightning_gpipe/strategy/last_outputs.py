@@ -10,7 +10,7 @@ for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from numbers import Number
@@ -24,12 +24,13 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.core.data import equal
 from lightning_gpipe.core.faithful import BufferState, Journal, RandomState, version_of
-from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import StepAtLast
 from lightning_gpipe.core.transport import OutputElsewhere
+from lightning_gpipe.distributed import has_batch_hooks
 from lightning_gpipe.strategy.inner_processes import InnerProcesses
 from lightning_gpipe.strategy.left_on_modules import LeftOnModules, follow
-from lightning_gpipe.strategy.pipelined import modules_inside
+from lightning_gpipe.strategy.pipelined import PipelinedModule, modules_inside
+from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.step_logs import arguments_of_log
 
 _REDUCTIONS = "mean", "min", "max", "sum"
@@ -50,19 +51,20 @@ class _State(NamedTuple):
 class LastOutputs:
     """Runs the steps of a LightningModule, and tells the other processes their effects.
 
-    ``inner`` tells the processes that do not run the steps; ``explain`` raises the failure of
-    another process in place of an error of the network. ``called`` is True if the latest step has
-    called the pipeline. Raises a ValueError if the pipeline has several modules.
+    ``at_ends`` is as for :class:`InnerProcesses`. ``called`` is True if the latest step has called
+    the pipeline, ``have_batches`` if all processes have the values of batches, as the user's code
+    changes these in hooks. Raises a ValueError if the pipeline has several modules.
     """
 
     def __init__(
         self,
         module: L.LightningModule,
-        pipeline: GPipe,
-        inner: InnerProcesses,
+        piped: PipelinedModule,
+        processes: Processes,
+        at_ends: Callable[[], Sequence[nn.Parameter]],
         changes: Journal,
-        explain: Callable[[BaseException], None],
     ) -> None:
+        pipeline = piped.pipeline
         if len(pipeline.piped_modules) > 1:
             paths = [piped.path for piped in pipeline.piped_modules]
             raise ValueError(
@@ -71,8 +73,18 @@ class LastOutputs:
             )
         self._module = module
         self._engine = pipeline.only.engine
-        self._explain = explain
-        self._inner = inner
+        self._explain = processes.explain
+        data = module.trainer.datamodule  # type: ignore[attr-defined]  # a connector sets it
+        self.have_batches = has_batch_hooks(module, data)
+        self._inner = InnerProcesses(
+            module,
+            piped.modules[0],
+            piped.inner,
+            processes.pipeline_group,
+            at_ends,
+            changes,
+            have_batches=self.have_batches,
+        )
         self._step: StepAtLast | None = None
         self.called = True
         self._calls: list[tuple[str, Call]] = []  # of log in this step, by the module's path

@@ -10,7 +10,7 @@ them run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -62,9 +62,12 @@ class UserSteps:
         self._sampled = verify != "sample" or self._spread or self._by_micro_batch is not None
 
     @property
-    def verifies(self) -> bool:
-        """True if the next training step is verified, for which all processes run it."""
-        return self._by_micro_batch is not None and self._by_micro_batch.verifies
+    def readers(self) -> Collection[int] | None:
+        """The places in the pipeline of the processes that read a batch; None for all."""
+        verifies = self._by_micro_batch is not None and self._by_micro_batch.verifies
+        if self.last is None or self.last.have_batches or verifies or not self._piped.inner:
+            return None
+        return self._piped.ends
 
     def training(
         self,
