@@ -31,6 +31,7 @@ from lightning_gpipe.core.data.microbatch.rows import Rows
 from lightning_gpipe.core.data.pytree import (
     LEAF_SPEC,
     FlatTree,
+    change_tensors,
     is_registered,
     join,
     joined,

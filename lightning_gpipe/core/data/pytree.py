@@ -143,6 +143,11 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_instances(Tensor, function, tree)
 
 
+def change_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Replace each tensor of the tree by ``function(tensor)``, with the same marks."""
+    return map_tensors(lambda leaf: copy_marks(leaf, function(leaf)), tree)
+
+
 def map_instances(kind: type[T], function: Callable[[T], Any], tree: Any) -> Any:
     """Replace each leaf of the tree that is a ``kind`` by ``function(leaf)``."""
     leaves, spec = _flattened(tree)

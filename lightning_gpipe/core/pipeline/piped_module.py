@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows
+from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows, change_tensors
 from lightning_gpipe.core.faithful import NOTHING, is_traced
 from lightning_gpipe.core.frontends import (
     RunProgram,
@@ -21,7 +21,7 @@ from lightning_gpipe.core.frontends import (
 )
 from lightning_gpipe.core.layout import check_initialised, check_whole
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.profile import change_tensors, walk_program
+from lightning_gpipe.core.profile import walk_program
 from lightning_gpipe.core.programs import Program
 
 # Called with a piped module, its program, the values of its inputs, and the number of chunks.

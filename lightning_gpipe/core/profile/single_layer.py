@@ -13,9 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, bytes_of, join, parted, requires_grad, tree_flatten
+from lightning_gpipe.core.data import (
+    FlatTree,
+    bytes_of,
+    change_tensors,
+    join,
+    parted,
+    requires_grad,
+    tree_flatten,
+)
 from lightning_gpipe.core.faithful import Write, add_note
-from lightning_gpipe.core.profile.walk import change_tensors, current
+from lightning_gpipe.core.profile.walk import current
 from lightning_gpipe.core.programs import Program, Route, RouteName
 from lightning_gpipe.core.run import Stage, StagePass, pass_alone
 from lightning_gpipe.core.skip import using_table

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lightning_gpipe.core.data import copy_marks, map_tensors
+from lightning_gpipe.core.data import change_tensors
 from lightning_gpipe.core.faithful import Manager, Write
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run import Stage
@@ -59,11 +58,6 @@ def following(stage: Stage) -> Manager:
         # Not a Parameter, but a tensor in the parameter's graph.
         writes.append((module._parameters, name, parameter.to(stage.device)))
     return stage.journal.changed(writes)
-
-
-def change_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Replace each tensor of the tree by ``function(tensor)``, with the same marks."""
-    return map_tensors(lambda leaf: copy_marks(leaf, function(leaf)), tree)
 
 
 def _moved(x: Any, source: torch.device | None, target: torch.device) -> Any:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.data import change_tensors
 from lightning_gpipe.core.faithful import LazyManagers, Manager
-from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.verify.named_values import Values
 
 _TOLERANCES = {

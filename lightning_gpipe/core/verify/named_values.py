@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import MicroBatching, Rows, copy_marks, map_tensors, named_leaves
+from lightning_gpipe.core.data import MicroBatching, Rows, change_tensors, named_leaves
 
 # The values that a pipeline must compute, in the order in which differences are searched.
 OUTPUT, GRADIENTS, BUFFERS = "output", "gradients", "buffers"
@@ -24,7 +24,7 @@ Mask = Mapping[str, Tensor]  # True for elements to compare; without a mask all 
 
 def on_cpu(tree: Any) -> Any:
     """Return the tree with a copy of each tensor on the CPU, in no graph."""
-    return map_tensors(lambda x: copy_marks(x, x.detach().to("cpu", copy=True)), tree)
+    return change_tensors(tree, lambda x: x.detach().to("cpu", copy=True))
 
 
 def tensors(tree: Any) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ def computed(microbatching: MicroBatching, outputs: Sequence[Any], batch: Any) -
     """
 
     def filled(value: int) -> dict[str, Tensor]:
-        fill = [map_tensors(lambda x: copy_marks(x, torch.full_like(x, value)), o) for o in outputs]
+        fill = [change_tensors(output, lambda x: torch.full_like(x, value)) for output in outputs]
         return tensors(microbatching.merge(fill, batch))
 
     zeros = filled(0)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.data import collect_loss_terms
+from lightning_gpipe.core.data import change_tensors, collect_loss_terms
 from lightning_gpipe.core.faithful import (
     Journal,
     Manager,
@@ -26,7 +26,7 @@ from lightning_gpipe.core.faithful import (
     without_checkpointing,
 )
 from lightning_gpipe.core.pipeline import PipedModule
-from lightning_gpipe.core.profile import change_tensors, following
+from lightning_gpipe.core.profile import following
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import Comparison, DifferenceSearch
@@ -147,8 +147,7 @@ class WholeCall:
             module: stage.device
             for pipeline in self.pipelines
             for stage in pipeline.stages
-            for layer in stage.partition.layers
-            for module in layer.modules()
+            for module in stage.modules
         }
         for module, device in layers.items():
             hook = partial(enter, device)

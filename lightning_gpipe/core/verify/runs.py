@@ -16,9 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Rows, collect_loss_terms, is_whole, named_leaves
+from lightning_gpipe.core.data import (
+    Rows,
+    change_tensors,
+    collect_loss_terms,
+    is_whole,
+    named_leaves,
+)
 from lightning_gpipe.core.faithful import NOTHING, Context, RandomState, add_note
-from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.run import leaves_behind
 from lightning_gpipe.core.verify.compare import perturbed, perturbing, tolerance_of
 from lightning_gpipe.core.verify.isolation import in_chunks

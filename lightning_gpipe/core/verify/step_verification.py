@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.data import change_tensors
 from lightning_gpipe.core.faithful import Journal, RandomState
 from lightning_gpipe.core.pipeline import GPipe, StepSchedule
-from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import (

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_gpipe.core.data import MicroBatching, Rows
+from lightning_gpipe.core.data import MicroBatching, Rows, change_tensors
 from lightning_gpipe.core.faithful import add_note, preserved, rows_needed
 from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import as_batch
-from lightning_gpipe.core.profile import Subject, change_tensors
+from lightning_gpipe.core.profile import Subject
 from lightning_gpipe.core.programs import Program
 
 
