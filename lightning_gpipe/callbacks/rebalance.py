@@ -13,12 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpipe.callbacks.running import (
-    check_positive,
-    milliseconds,
-    pipeline_of,
-    strategy_of,
-)
+from lightning_gpipe.callbacks.running import check_positive, milliseconds, pipeline_of, strategy_of
 from lightning_gpipe.core.balance import Place, Shift, recomputing, shift_for, time_costs
 from lightning_gpipe.core.pipeline import GPipe, memory_of
 from lightning_gpipe.core.run import Observation, Timeline, typical

@@ -203,9 +203,7 @@ class _Steps(GradientTransfer):
     """The steps in one backward, of the parameters of each stage that may be stepped."""
 
     def __init__(
-        self,
-        stages: Mapping[int, Collection[int]],
-        step: Callable[[Sequence[Pair]], Future[None]],
+        self, stages: Mapping[int, Collection[int]], step: Callable[[Sequence[Pair]], Future[None]]
     ) -> None:
         self._stages = stages
         self._step = step

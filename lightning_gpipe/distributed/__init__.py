@@ -36,11 +36,7 @@ from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.optimizer_shards import OptimizerShards
 from lightning_gpipe.distributed.process_groups import ProcessGroups, connect
 from lightning_gpipe.distributed.rendezvous import start_together
-from lightning_gpipe.distributed.replica_weights import (
-    ReplicaWeights,
-    drop_values,
-    gather_values,
-)
+from lightning_gpipe.distributed.replica_weights import ReplicaWeights, drop_values, gather_values
 from lightning_gpipe.distributed.shared_batches import (
     SharedLoader,
     has_batch_hooks,

@@ -22,10 +22,7 @@ T = TypeVar("T")
 
 
 def whole_state(
-    module: nn.Module,
-    group: Group,
-    elsewhere: Collection[str],
-    kept: Collection[str] | None = None,
+    module: nn.Module, group: Group, elsewhere: Collection[str], kept: Collection[str] | None = None
 ) -> dict[str, Any]:
     """Return a module's state dict with the values of all processes; empty in all but the first.
 

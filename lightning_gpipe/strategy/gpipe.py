@@ -477,11 +477,7 @@ class GPipeStrategy(ParallelStrategy):
         if processes.at_last:
             last = LastOutputs(module, piped, processes, self._replicas.at_ends, changes)
         self._steps = UserSteps(
-            module,
-            piped,
-            verify=self.options.verified,
-            in_wrapper=self._in_wrapper,
-            last=last,
+            module, piped, verify=self.options.verified, in_wrapper=self._in_wrapper, last=last
         )
         self._adapt(trainer, piped)
 

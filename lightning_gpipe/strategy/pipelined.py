@@ -53,10 +53,7 @@ def piped_modules_of(
         return piped_modules_at(root, options.module, options.balances)
     one = options.requested(1, options.schedule).planned or is_by_micro_batch(options.schedule)
     return default_modules(
-        root,
-        options.balance,
-        several=several and not one,
-        traced=options.microbatching is None,
+        root, options.balance, several=several and not one, traced=options.microbatching is None
     )
 
 

@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import (
-    Callback,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins import (
     CheckpointIO,
     DeepSpeedPrecision,

@@ -43,10 +43,7 @@ def leaf_like(parameter: Tensor, requires_grad: bool, value: Tensor | None = Non
 
 
 def copy_like(
-    parameter: nn.Parameter,
-    requires_grad: bool,
-    device: torch.device,
-    value: Tensor | None = None,
+    parameter: nn.Parameter, requires_grad: bool, device: torch.device, value: Tensor | None = None
 ) -> nn.Parameter:
     """Return a copy of a parameter on a device, a leaf; it may have another ``value``."""
     return _copy(parameter, requires_grad, device, partial(value_on, device=device), value)

@@ -20,9 +20,5 @@ from lightning_gpipe.core.frontends.install import check_recordable, is_installe
 from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heaviest, module_at
 from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
-from lightning_gpipe.core.frontends.stored import (
-    await_value,
-    is_in_another_process,
-    place_of_value,
-)
+from lightning_gpipe.core.frontends.stored import await_value, is_in_another_process, place_of_value
 from lightning_gpipe.core.frontends.traced import UnsupportedForward

@@ -83,9 +83,7 @@ def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]
 
 
 def followed_slots(
-    modules: Iterable[nn.Module],
-    device: torch.device,
-    homes: Mapping[nn.Parameter, torch.device],
+    modules: Iterable[nn.Module], device: torch.device, homes: Mapping[nn.Parameter, torch.device]
 ) -> frozenset[Slot]:
     """Return the slots of ``modules``, on ``device``, whose parameters have another home."""
     return frozenset(

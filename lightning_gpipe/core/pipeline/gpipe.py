@@ -18,12 +18,7 @@ from typing_extensions import override
 from lightning_gpipe.core.balance import stage_costs
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.faithful import not_compiled
-from lightning_gpipe.core.frontends import (
-    StandIn,
-    move_home,
-    remove_dispatch_hooks,
-    with_index,
-)
+from lightning_gpipe.core.frontends import StandIn, move_home, remove_dispatch_hooks, with_index
 from lightning_gpipe.core.layout import Around, Layout, Weights, check_around, check_devices
 from lightning_gpipe.core.pipeline.build import build, lay_out_all, rebuild, recut
 from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each

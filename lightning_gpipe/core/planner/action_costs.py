@@ -154,11 +154,7 @@ def _pairs(
 
 
 def least_number(
-    row: RowActions,
-    costs: Callable[[int], ActionCosts],
-    most: int,
-    room: float,
-    guess: int = 0,
+    row: RowActions, costs: Callable[[int], ActionCosts], most: int, room: float, guess: int = 0
 ) -> int:
     """Return the least number whose costs fit, or ``most``; the search begins at a neighbour's."""
     least, guess, step = 0, min(guess, most), 1

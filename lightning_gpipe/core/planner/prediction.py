@@ -17,12 +17,7 @@ from typing import Any, Literal
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
-from lightning_gpipe.core.planner.action_costs import (
-    ActionCosts,
-    Bytes,
-    least_number,
-    most_alive,
-)
+from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes, least_number, most_alive
 from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory, StagePrediction
 from lightning_gpipe.core.planner.row_actions import ROW_KINDS, RowActions, row_actions
 from lightning_gpipe.core.planner.settings import PlannedSettings
@@ -236,10 +231,7 @@ class Prediction:
         return True if all(map(ge, numbers, alive)) else numbers
 
     def _least(
-        self,
-        most: int,
-        costs: Callable[[int], ActionCosts],
-        others: Callable[[int], Prediction],
+        self, most: int, costs: Callable[[int], ActionCosts], others: Callable[[int], Prediction]
     ) -> tuple[int, ...]:
         """Return for each stage the least number, up to ``most``, with which its device fits.
 

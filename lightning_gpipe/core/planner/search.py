@@ -30,11 +30,7 @@ from lightning_gpipe.core.planner.bounds import LowerBounds
 from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.row_actions import row_actions
-from lightning_gpipe.core.planner.settings import (
-    PlannedSettings,
-    doubled,
-    fewer_stages,
-)
+from lightning_gpipe.core.planner.settings import PlannedSettings, doubled, fewer_stages
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes, sizes_of
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,

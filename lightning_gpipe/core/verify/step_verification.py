@@ -31,11 +31,7 @@ from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
 from lightning_gpipe.core.verify.runs import Run, few_rows, gradients_of, tolerance_for
-from lightning_gpipe.core.verify.verification import (
-    SAMPLED,
-    FirstBatchVerifier,
-    compare_everywhere,
-)
+from lightning_gpipe.core.verify.verification import SAMPLED, FirstBatchVerifier, compare_everywhere
 
 _DRAWS = "it draws random numbers, others for each micro-batch"
 

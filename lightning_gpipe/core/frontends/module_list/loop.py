@@ -25,12 +25,7 @@ from typing_extensions import override
 from lightning_gpipe.core.faithful import Manager
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import OwnerForward, second_pipeline
-from lightning_gpipe.core.frontends.module_list.blocks import (
-    RUNNING,
-    Block,
-    is_installed,
-    running,
-)
+from lightning_gpipe.core.frontends.module_list.blocks import RUNNING, Block, is_installed, running
 from lightning_gpipe.core.frontends.module_list.forwards import BlockCalls
 from lightning_gpipe.core.layout import Partition, check_balance, check_distinct, partitions_of
 

@@ -12,12 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from lightning_gpipe.core.frontends.traced.symbolic import (
-    ValueKind,
-    first_input,
-    kind_of,
-    set_item,
-)
+from lightning_gpipe.core.frontends.traced.symbolic import ValueKind, first_input, kind_of, set_item
 from lightning_gpipe.core.frontends.traced.traced_call import TracedCall, across_rows
 
 

@@ -24,12 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import (
-    Autocast,
-    ForeignGenerator,
-    RandomState,
-    has_proxy,
-)
+from lightning_gpipe.core.faithful import Autocast, ForeignGenerator, RandomState, has_proxy
 from lightning_gpipe.core.frontends.lines import is_users
 from lightning_gpipe.core.layout import holders, is_generator, within
 

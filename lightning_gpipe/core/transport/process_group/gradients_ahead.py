@@ -77,13 +77,7 @@ class GradientsAhead:
     Nothing is announced ahead in a phase that has forwards too.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        phase: Schedule,
-        forms: KnownForms,
-        links: Links,
-    ) -> None:
+    def __init__(self, layout: Layout, phase: Schedule, forms: KnownForms, links: Links) -> None:
         self._forms = forms
         self._links = links
         self._layout = layout

@@ -89,11 +89,7 @@ class Tape:
         return self.count - 1
 
     def add(
-        self,
-        call: RecordedCall,
-        arguments: Arguments,
-        leaves: Sequence[Any],
-        knowledge: Knowledge,
+        self, call: RecordedCall, arguments: Arguments, leaves: Sequence[Any], knowledge: Knowledge
     ) -> int:
         values = (Value(leaf.number) if type(leaf) is OutsideTensor else leaf for leaf in leaves)
         args, kwargs = arguments.with_leaves(values)

@@ -35,12 +35,7 @@ from lightning_gpipe.core.transport.process_group.wire.envelope import (
     open_message,
     seal,
 )
-from lightning_gpipe.core.transport.process_group.wire.message import (
-    ALL,
-    Header,
-    Mail,
-    MessageCode,
-)
+from lightning_gpipe.core.transport.process_group.wire.message import ALL, Header, Mail, MessageCode
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
 
 _TAG, _TAG_AFTER = 7_300, 7_301  # of messages, and of the bytes that go after them

@@ -28,12 +28,7 @@ from lightning_gpipe.core.transport.process_group.wire.link import (
     PendingSend,
     Receiver,
 )
-from lightning_gpipe.core.transport.process_group.wire.message import (
-    ALL,
-    Header,
-    Mail,
-    MessageCode,
-)
+from lightning_gpipe.core.transport.process_group.wire.message import ALL, Header, Mail, MessageCode
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
 from lightning_gpipe.core.transport.threads import WorkerThread
 
