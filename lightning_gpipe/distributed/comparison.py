@@ -42,8 +42,9 @@ def check_same(group: Group, facts: Mapping[str, Any]) -> None:
     """Compare the named values of all processes; raise RuntimeError in all if some differ."""
     # An object without a text of its own has its address in it.
     texts = {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()}
-    if group.is_same(repr(texts), "a comparison of all processes"):
-        return
+    with group.waiting_for("a comparison of all processes", texts) as same:
+        if same:
+            return
     everyone = group.all(texts)
     differences = list(_differences(everyone))
     if differences:

@@ -58,7 +58,8 @@ def own_state(
     if group.rank:
         return part
     _check_complete(missing, names)
-    return {name: value for name, value in state.items() if name not in set(missing)}
+    lacking = set(missing)
+    return {name: value for name, value in state.items() if name not in lacking}
 
 
 def whole_optimizer_state(

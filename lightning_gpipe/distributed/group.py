@@ -216,10 +216,6 @@ class Group:
                     return failure
         return None
 
-    def is_same(self, text: str, what: str) -> bool:
-        with self.waiting_for(what, text) as same:
-            return same
-
     def broadcast(self, value: Any, source: int = 0, what: str = "a broadcast") -> Any:
         """Return the value of process ``source``; in all others its tensors are on the CPU."""
         with self.waiting_for(what):

@@ -19,7 +19,6 @@ from lightning_gpipe.core.layout import (
     Around,
     Layout,
     Partition,
-    Weights,
     check_balance,
     check_outside,
     check_sharing,
@@ -35,9 +34,9 @@ from lightning_gpipe.core.skip import routes_of, skips_of
 from lightning_gpipe.core.transport import Workers, check_cores, join_processes, rank_among
 
 
-def lay_out_all(
+def build(
     modules: Sequence[PipedModule],
-    balances: Sequence[Sequence[int]],
+    settings: Resolved,
     devices: Sequence[str | torch.device] | None,
     around: Around,
     owners: Sequence[int] | None,
@@ -45,53 +44,16 @@ def lay_out_all(
     lost_after: timedelta | None,
     *,
     folds: bool,
-    weights: Weights,
-) -> list[Layout]:
-    """Cut the modules; see :class:`~lightning_gpipe.GPipe` for arguments."""
-    pairs = zip(modules, balances, strict=True)
-    cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
-    workers_on = choose_devices(devices, *map(len, cuts))
-    rank = rank_among(owners, len(workers_on), group, lost_after)
-    placing = folded if folds else looped
-    layouts = []
-    for piped, partitions in zip(modules, cuts, strict=True):
-        places = Layout(
-            (),
-            tuple(workers_on),
-            placing(len(partitions), len(workers_on)),
-            around=around,
-            owners=tuple(owners or ()),
-            rank=rank,
-            weights=weights,
-        )
-        layouts.append(_layout_of(piped, partitions, places))
-    return layouts
-
-
-def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layout) -> Layout:
-    """Lay out one module; the parameters that are used around its layers have their home there."""
-    layers = [layer for partition in partitions for layer in partition.layers]
-    stage_of = stages_of_layers(partitions)
-    layout = places.recut(partitions, routes_of(skips_of(layers, stage_of), stage_of))
-    check_sharing(layout)
-    check_outside(piped.root, piped.module, layout, layout.outside)
-    shared = shared_with_outside(piped.root, piped.module)
-    return layout.with_everywhere([*piped.frontend.own, *shared])
-
-
-def build(
-    modules: Sequence[PipedModule],
-    layouts: Sequence[Layout],
-    settings: Resolved,
-    group: ProcessGroup | None,
-    lost_after: timedelta | None,
-    *,
     microbatching: MicroBatching | None,
     deferred_batch_norm: bool,
     threads: Threads,
     cores: int | None,
 ) -> None:
-    """Connect the processes, move the layers, and let calls of the modules run the pipelines."""
+    """Cut the modules, connect the processes, move the layers, and attach the pipelines.
+
+    See :class:`~lightning_gpipe.GPipe` for the arguments; the ``settings`` are resolved.
+    """
+    layouts = _lay_out_all(modules, settings, devices, around, owners, group, lost_after, folds)
     layout = layouts[0]
     check_cores(cores, layout.devices)
     if deferred_batch_norm:
@@ -99,9 +61,9 @@ def build(
             check_batch_norms(each.layers, [title for x in each.partitions for title in x.titles])
     connection = None
     if layout.spread:
-        devices = dict(zip(layout.workers_here, layout.devices_here, strict=True))
+        devices_here = dict(zip(layout.workers_here, layout.devices_here, strict=True))
         names = [piped.name for piped in modules]
-        connection = join_processes(group, lost_after, names, devices)
+        connection = join_processes(group, lost_after, names, devices_here)
     place_all(modules[0].root, layouts)
     workers = Workers(*layouts)
     pipelines = [
@@ -119,6 +81,48 @@ def build(
         for number, (piped, layout) in enumerate(zip(modules, layouts, strict=True))
     ]
     _attach_all(modules, pipelines)
+
+
+def _lay_out_all(
+    modules: Sequence[PipedModule],
+    settings: Resolved,
+    devices: Sequence[str | torch.device] | None,
+    around: Around,
+    owners: Sequence[int] | None,
+    group: ProcessGroup | None,
+    lost_after: timedelta | None,
+    folds: bool,
+) -> list[Layout]:
+    """Cut the modules, and place their stages."""
+    pairs = zip(modules, settings.balances, strict=True)
+    cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
+    workers_on = choose_devices(devices, *map(len, cuts))
+    rank = rank_among(owners, len(workers_on), group, lost_after)
+    placing = folded if folds else looped
+    layouts = []
+    for piped, partitions in zip(modules, cuts, strict=True):
+        places = Layout(
+            (),
+            tuple(workers_on),
+            placing(len(partitions), len(workers_on)),
+            around=around,
+            owners=tuple(owners or ()),
+            rank=rank,
+            weights=settings.weights,
+        )
+        layouts.append(_layout_of(piped, partitions, places))
+    return layouts
+
+
+def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layout) -> Layout:
+    """Lay out one module; the parameters that are used around its layers have their home there."""
+    layers = [layer for partition in partitions for layer in partition.layers]
+    stage_of = stages_of_layers(partitions)
+    layout = places.recut(partitions, routes_of(skips_of(layers, stage_of), stage_of))
+    check_sharing(layout)
+    check_outside(piped.root, piped.module, layout, layout.outside)
+    shared = shared_with_outside(piped.root, piped.module)
+    return layout.with_everywhere([*piped.frontend.own, *shared])
 
 
 def _attach_all(modules: Sequence[PipedModule], pipelines: Sequence[Pipeline]) -> None:

@@ -20,7 +20,7 @@ from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.faithful import not_compiled
 from lightning_gpipe.core.frontends import StandIn, move_home, remove_dispatch_hooks, with_index
 from lightning_gpipe.core.layout import Around, Layout, Weights, check_around, check_devices
-from lightning_gpipe.core.pipeline.build import build, lay_out_all, rebuild, recut
+from lightning_gpipe.core.pipeline.build import build, rebuild, recut
 from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each
 from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import resolve
@@ -197,24 +197,15 @@ class GPipe(StandIn):
             microbatching=microbatching,
             optimizer=optimizer,
         )
-        sizes = resolved.balances
-        layouts = lay_out_all(
+        build(
             modules,
-            sizes,
+            resolved,
             devices,
             around,
             owners,
             group,
             lost_after,
             folds=folded,
-            weights=resolved.weights,
-        )
-        build(
-            modules,
-            layouts,
-            resolved,
-            group,
-            lost_after,
             microbatching=microbatching,
             deferred_batch_norm=deferred_batch_norm,
             threads=threads,
@@ -224,6 +215,7 @@ class GPipe(StandIn):
         self.piped_modules: Sequence[PipedModule] = modules
         self.plan = resolved.plan
         self.profiles = list(resolved.profiles)
+        sizes = resolved.balances
         self.balance: list[Any] = sizes if len(sizes) > 1 else sizes[0]
         self.devices = list(self.layout.devices)
 
