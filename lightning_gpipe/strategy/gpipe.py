@@ -625,11 +625,8 @@ class GPipeStrategy(ParallelStrategy):
             return self._forward_redirection(self.model, self._root, "run_micro_batches")
 
     @override
-    def on_validation_start(self) -> None:
-        self._averaging.equalise_buffers(trains=False)
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._averaging.equalise_buffers(trains=False)  # once callbacks have swapped averages in
         return self._evaluation(super().validation_step, args, kwargs)
 
     @override

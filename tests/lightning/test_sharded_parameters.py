@@ -193,18 +193,25 @@ def test_recurrent_layers_that_run_again(tmp_path: Path, four_ranks: Pool, sched
     assert_same_fit(tmp_path, four_ranks, "2x2", Recurring, strategy=strategy, **options)
 
 
+def fit_averaged(*args: Any, **options: Any) -> dict[str, Any]:
+    return fit(*args, callbacks=[library.EMAWeightAveraging(decay=0.5)], **options)
+
+
 @pytest.mark.parametrize("place", ["2x1", "2x2"])
+@pytest.mark.parametrize("run", [fit, fit_averaged])
 def test_statistics_of_replicas(
-    four_ranks: Any, two_ranks: Any, tmp_path: Path, place: str
+    four_ranks: Any, two_ranks: Any, tmp_path: Path, place: str, run: Any
 ) -> None:
     """Each replica evaluates with those of the first, as with DistributedDataParallel.
 
-    Once replicas without its wrapper evaluated with their own.
+    Once replicas without its wrapper evaluated with their own, or with their own averages.
     """
+    if run is fit_averaged and not hasattr(library, "WeightAveraging"):
+        pytest.skip("new in Lightning 2.6")
     ranks = two_ranks if place == "2x1" else four_ranks
-    wrapped = partial(fit, strategy={"ddp": {"find_unused_parameters": True}})
+    wrapped = partial(run, strategy={"ddp": {"find_unused_parameters": True}})
     whole = ranks.run(wrapped, tmp_path, place, Normalised, None)
-    divided = ranks.run(fit, tmp_path, place, Normalised, "gradients")
+    divided = ranks.run(run, tmp_path, place, Normalised, "gradients")
 
     for one, expected in zip(divided, whole, strict=True):
         torch.testing.assert_close(one["buffers"], expected["buffers"], rtol=1e-9, atol=1e-9)
