@@ -41,6 +41,8 @@ _FOREIGN_PRECISION: dict[type[Precision], str] = {
     XLAPrecision: "TPUs",
 }
 
+_UNEVEN = "harding propagation failed", "must have same reduction dim"  # the latter before 2.9
+
 AUTO_DEVICES = (
     "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere."
 )
@@ -283,7 +285,7 @@ def explain_meta(error: BaseException, module: nn.Module) -> None:
 def explain_shards(error: BaseException, module: nn.Module) -> None:
     """Note in an error of DTensors which parameters are divided unevenly, and what needs more."""
     names = [name for name, parameter in module.named_parameters() if is_uneven(parameter)]
-    if names and isinstance(error, RuntimeError) and "harding propagation failed" in str(error):
+    if names and isinstance(error, RuntimeError) and any(each in str(error) for each in _UNEVEN):
         add_note(
             error,
             "RowwiseParallel takes features that are divided evenly among the processes of a "

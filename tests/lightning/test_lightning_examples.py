@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos import Transformer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -113,6 +114,8 @@ def test_most_of_the_work_is_piped(example: type[Example]) -> None:
 def test_example_without_much_to_pipe_says_what_to_write(
     tmp_path: Path, example: type[Example]
 ) -> None:
+    if example is LanguageModel and not hasattr(Transformer, "generate_square_subsequent_mask"):
+        pytest.skip("before Lightning 2.6 it keeps no mask")
     with pytest.raises(ValueError, match=REFUSED[example]) as error:
         trainer(tmp_path, GPipeStrategy(), devices=2).fit(example())
 

@@ -193,8 +193,15 @@ def test_recurrent_layers_that_run_again(tmp_path: Path, four_ranks: Pool, sched
     assert_same_fit(tmp_path, four_ranks, "2x2", Recurring, strategy=strategy, **options)
 
 
-def fit_averaged(*args: Any, **options: Any) -> dict[str, Any]:
-    return fit(*args, callbacks=[library.EMAWeightAveraging(decay=0.5)], **options)
+def fit_averaged(
+    root: Path,
+    place: str,
+    build: Callable[[], Any],
+    sharding: str | None,
+    strategy: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    callbacks: list[Callback] = [library.EMAWeightAveraging(decay=0.5)]
+    return fit(root, place, build, sharding, strategy=strategy, callbacks=callbacks)
 
 
 @pytest.mark.parametrize("place", ["2x1", "2x2"])
