@@ -12,8 +12,14 @@ _ORDERS = re.compile(
     r"SLURM_|LSB_|PL_|TORCHELASTIC_|KUBERNETES_|TTY_|PYTHONWARNINGS$|MASTER_(ADDR|PORT)$"
     r"|((LOCAL_)?WORLD_SIZE|((LOCAL|GROUP|NODE)_)?RANK)$|(FORCE_COLOR|NO_COLOR|LINES)$"
 )
-for _name in filter(_ORDERS.match, [*os.environ]):
-    del os.environ[_name]
+
+
+def forget_orders() -> None:
+    for name in filter(_ORDERS.match, [*os.environ]):
+        del os.environ[name]
+
+
+forget_orders()
 os.environ["COLUMNS"] = "80"
 
 # Before torch is imported, which reads these once. Tests run beside one another, a process for each
@@ -49,5 +55,9 @@ settings.load_profile("suite")
 
 
 def pytest_runtest_setup() -> None:
-    """Let caplog see what Lightning says: it asks at its import whether anybody does."""
+    """Let caplog see what Lightning says: it asks at its import whether anybody does.
+
+    Its launchers leave orders, by which the next Trainer would wait for a process of others.
+    """
+    forget_orders()
     logging.getLogger("lightning.pytorch").propagate = True
