@@ -15,6 +15,7 @@ from lightning_gpipe.core.data.marks import copy_marks
 
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def identity(tensor: Tensor) -> Hashable:
@@ -68,12 +69,14 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     numbers = one.dtype == other.dtype and (one.is_floating_point() or one.is_complex())
-    return numbers and torch.equal(_bytes_of(one), _bytes_of(other))
+    return numbers and torch.equal(_bits_of(one), _bits_of(other))
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().flatten().contiguous()
-    return flat.view(torch.uint8)
+def _bits_of(tensor: Tensor) -> Tensor:
+    # In one shape: a DTensor that is divided unevenly can have no other.
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return real.view(_INTEGERS[real.element_size()])
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:

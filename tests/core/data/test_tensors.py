@@ -3,6 +3,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_gpipe.core.data.tensors import (
     bytes_of,
@@ -13,6 +15,7 @@ from lightning_gpipe.core.data.tensors import (
     memory,
 )
 from tests.support.layouts import LAYOUTS, in_beta
+from tests.support.ranks import Pool
 
 pytestmark = in_beta
 every_layout = pytest.mark.parametrize("convert", LAYOUTS.values(), ids=LAYOUTS)
@@ -36,6 +39,21 @@ def test_tensors_without_a_number_are_equal(dtype: torch.dtype) -> None:
 
     assert equal(x, x.clone())
     assert not equal(x, torch.zeros(3, 2, dtype=dtype))
+
+
+def equality_of_shards() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(15.0).view(3, 5)
+    found = []
+    for dim in range(2):  # of lengths that two does not divide
+        one = distribute_tensor(x, mesh, [Shard(dim)])
+        nan = distribute_tensor(torch.full_like(x, torch.nan), mesh, [Shard(dim)])
+        found += [equal(one, one.clone()), equal(nan, nan.clone()), equal(one, 2 * one)]
+    return found
+
+
+def test_equality_of_unevenly_divided_tensors(two_ranks: Pool) -> None:
+    assert two_ranks.run(equality_of_shards) == [[True, True, False] * 2] * 2
 
 
 def test_sparse_tensors_with_other_indices_differ() -> None:
