@@ -124,11 +124,14 @@ class Frontend(ABC):
 
     @abstractmethod
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
-        """Cut the module into stages of these numbers of units; raise TypeError or ValueError."""
+        """Cut the module into stages with these numbers of units, for all later programs.
+
+        Raises a TypeError or a ValueError if it cannot be cut there.
+        """
 
     @abstractmethod
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
-        """Make calls of the model run as a pipeline, whose stages ``processes`` have, if any.
+        """Make calls of the model run as a pipeline, whose stages ``processes`` own, if several.
 
         Raises a RuntimeError if the model runs as a pipeline already.
         """

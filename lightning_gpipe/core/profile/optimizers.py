@@ -24,7 +24,8 @@ def optimizer_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizers) -
     """Return the bytes of the state for each parameter that requires a gradient, by its id.
 
     The optimizer may be several; or its class, or a function of a list of parameters that returns
-    one. Raises a TypeError for anything but None, and a ValueError if it cannot make a step.
+    one; None keeps nothing. Raises a TypeError for anything else, and a ValueError if it cannot
+    make a step.
     """
     if optimizer is None:
         return {}

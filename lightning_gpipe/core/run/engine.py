@@ -297,7 +297,8 @@ class Engine:
     def rehearse(self, j: int, compute: Callable[[], Any]) -> Any:
         """As :meth:`everywhere`, for a function that runs layers of stage ``j`` as they are.
 
-        Parameters shared with other processes have their values, another replica's arbitrary ones.
+        They get the values of parameters that they share with stages of other processes, and
+        arbitrary ones in the place of weights that another replica keeps.
         """
         layout = self.layout
         ties = [tie for tie in ties_of(layout) if tie.home != CALLER and j in tie.followers]

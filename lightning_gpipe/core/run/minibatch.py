@@ -72,7 +72,8 @@ class MiniBatch(MiniBatchRun):
     ) -> list[FlatTree]:
         """Run the first phase, in the caller's thread-local state, which must not be held longer.
 
-        Return each micro-batch's output, joined with the outputs and loss terms of other stages.
+        Return each micro-batch's output, joined with the outputs and loss terms of other stages;
+        none in a process that does not get the outputs.
         """
         self._input_devices = list(map(devices_of, microbatches))
         with self.session:

@@ -121,7 +121,10 @@ class Task(ABC):
 
     @abstractmethod
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
-        """Return a manager of the thread's state, which another worker has set if ``joined``."""
+        """Return a context manager around all actions, entered on the thread that performs them.
+
+        ``joined`` is True within the session of another worker, which has set the thread's state.
+        """
 
     @abstractmethod
     def perform(self, actions: Sequence[Action]) -> None:

@@ -161,7 +161,8 @@ def check_cores(cores: object, devices: Sequence[torch.device] = ()) -> None:
 def perform_with(cores: int, phase: Schedule, task: Task, row: Sequence[Action]) -> None:
     """Perform some actions of a task, each with its number of intra-op threads.
 
-    Workers that are at work at once, by the schedule, share the cores: alike in all transports.
+    Workers that are at work at once share the cores. The schedule says when, so the numbers are
+    those of any other transport.
     """
     at_work = phase.at_work
     for number, actions in groupby(row, lambda action: share_of(cores, at_work[action])):

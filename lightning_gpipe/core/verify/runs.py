@@ -202,7 +202,10 @@ def gradients_of(
     *,
     thin: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients on the CPU, if ``thin`` some elements, without forward's autocast."""
+    """Return the gradients, on the CPU, by a backward after the autocast of forward.
+
+    If ``thin``, only some elements of each are kept: those of a large model fill the host.
+    """
     if not roots:
         return [None] * len(sources)
     # In a process whose stage has no parameters, too, the backward must go through the pipeline.

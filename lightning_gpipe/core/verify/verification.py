@@ -125,7 +125,10 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
 
 
 def verify_sample(call: WholeCall) -> Parity | None:
-    """Compare the first rows, in two micro-batches, with the own forward; return sure faults."""
+    """Compare the first rows of a call, in two micro-batches, with the module's own forward.
+
+    Returns None unless there surely is a fault.
+    """
     call = call.sample(2 * SAMPLED)
     by_batch = any(map(normalises_by_batch, call.module.modules()))
     with exclusive(call.pipelines), in_chunks(call.pipelines, 2), suppress(Exception):

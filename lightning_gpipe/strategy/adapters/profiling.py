@@ -58,7 +58,7 @@ class Profiling:
         self._handle = pipeline.observe(observe)
 
     def abort(self) -> None:
-        """End a recording of all threads, of a fit that has failed: it would go on with others."""
+        """End a recording of all threads, of a failed fit: it would last as the profiler does."""
         if self._recording is not None:
             self._recording.teardown(None)
 

@@ -22,7 +22,7 @@ _PROGRAMS = 8  # in memory of a tape: one for each choice of values that the for
 
 
 def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
-    """Run the program of a recording in n stages, and make placeholders in use tensors."""
+    """Run the program of a recording in n stages; its placeholders that are in use get values."""
     wanted = {placeholder.number: placeholder for placeholder in recording.alive}
     program = _program(recording, wanted, n)
     inputs = (recording.inputs[number] for number in program.inputs)

@@ -101,7 +101,10 @@ class Ledger:
         return self.failed > 0 and self.begun == 0
 
     def fail(self, *, running: bool) -> tuple[int, bool]:
-        """Record a failure here; return the exchange that fails, and if it has elsewhere."""
+        """Record that this process has failed; the next exchange is the first of another count.
+
+        Return the number of the exchange that fails, and whether it did already elsewhere.
+        """
         self.begun += not running  # between two the next one fails, since others can end this one
         serial, known = self.serial, self.failure is not None
         self._failures.pop(self.failed, None)

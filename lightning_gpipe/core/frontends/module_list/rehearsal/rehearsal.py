@@ -75,7 +75,10 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """One call of a new kind, run on ``few`` rows, or on all; ``samples`` are of placeholders."""
+    """One call of a new kind, run on ``few`` rows of the mini-batch; on all if that is None.
+
+    ``samples`` has the values of placeholders for these rows.
+    """
 
     call: RecordedCall
     arguments: Arguments

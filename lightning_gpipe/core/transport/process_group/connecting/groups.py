@@ -128,7 +128,10 @@ class Lifeline:
         self._requests.ask(request)
 
     def end_step(self) -> list[str]:
-        """Count a common step; return the requests to fulfil after it. Raises RankFailed."""
+        """Count a common step; return the requests to fulfil after it.
+
+        Raises RankFailed if that cannot be known, since another process has failed.
+        """
         self._requests.end_step()
         while True:
             due = self._requests.due(alone=self._office.absence() is not None)

@@ -126,7 +126,7 @@ class Members:
 
 
 def call_with_timeout(timeout: timedelta, function: Callable[[], T], message: str) -> T:
-    """Call ``function`` on another thread; raise a RuntimeError after ``timeout``."""
+    """Return what ``function`` returns on another thread; RuntimeError after ``timeout``."""
     outcome: Future[T] = Future()
 
     def call() -> None:

@@ -129,8 +129,9 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 
 
 def pack(value: Any, gpus: GpuPair | None = None) -> tuple[bytes, list[Tensor]]:
-    """Return a value without its dense tensors, and the bytes of these, on the first of ``gpus``.
+    """Return a value without its dense tensors, and the bytes of these.
 
+    The bytes are on the host, or on the first of ``gpus`` if they go straight between these.
     Identical tensors stay one, and tensors keep sharing memory. Raises a TypeError for a value that
     may not be sent.
     """
