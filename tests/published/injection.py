@@ -75,6 +75,7 @@ class InjectedStrategy(GPipeStrategy):
         path, self._undo = staged(self.lightning_module)
         balance = "parameters" if self._undo is None else [1, 1]
         self.options = replace(self.options, module=path, balance=balance)
+        self._processes.options = self.options
         self._counted.setups += 1
         super().setup(trainer)
 
