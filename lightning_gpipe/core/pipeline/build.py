@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
@@ -53,7 +54,23 @@ def build(
 
     See :class:`~lightning_gpipe.GPipe` for the arguments; the ``settings`` are resolved.
     """
-    layouts = _lay_out_all(modules, settings, devices, around, owners, group, lost_after, folds)
+    pairs = zip(modules, settings.balances, strict=True)
+    cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
+    workers_on = tuple(choose_devices(devices, *map(len, cuts)))
+    places = partial(
+        Layout,
+        (),
+        workers_on,
+        around=around,
+        owners=tuple(owners or ()),
+        rank=rank_among(owners, len(workers_on), group, lost_after),
+        weights=settings.weights,
+    )
+    placing = folded if folds else looped
+    layouts = [
+        _layout_of(piped, parts, places(placement=placing(len(parts), len(workers_on))))
+        for piped, parts in zip(modules, cuts, strict=True)
+    ]
     layout = layouts[0]
     check_cores(cores, layout.devices)
     if deferred_batch_norm:
@@ -81,37 +98,6 @@ def build(
         for number, (piped, layout) in enumerate(zip(modules, layouts, strict=True))
     ]
     _attach_all(modules, pipelines)
-
-
-def _lay_out_all(
-    modules: Sequence[PipedModule],
-    settings: Resolved,
-    devices: Sequence[str | torch.device] | None,
-    around: Around,
-    owners: Sequence[int] | None,
-    group: ProcessGroup | None,
-    lost_after: timedelta | None,
-    folds: bool,
-) -> list[Layout]:
-    """Cut the modules, and place their stages."""
-    pairs = zip(modules, settings.balances, strict=True)
-    cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
-    workers_on = choose_devices(devices, *map(len, cuts))
-    rank = rank_among(owners, len(workers_on), group, lost_after)
-    placing = folded if folds else looped
-    layouts = []
-    for piped, partitions in zip(modules, cuts, strict=True):
-        places = Layout(
-            (),
-            tuple(workers_on),
-            placing(len(partitions), len(workers_on)),
-            around=around,
-            owners=tuple(owners or ()),
-            rank=rank,
-            weights=settings.weights,
-        )
-        layouts.append(_layout_of(piped, partitions, places))
-    return layouts
 
 
 def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layout) -> Layout:
