@@ -60,8 +60,12 @@ class Outcome:
     reports: list[dict[str, Any]] = field(default_factory=list)
 
 
-# Some tests may need a package that the machine lacks; those for a GPU run anyway.
-GPU_TESTS = ("-m", "pytest", "-m", "gpu", "--quiet", "--continue-on-collection-errors")
+# Some tests may need a package that the machine lacks; those for a GPU run anyway. They run beside
+# one another, which ends pytest where pytest-benchmark is installed, too.
+GPU_TESTS = (
+    *("-m", "pytest", "-m", "gpu", "--quiet", "--continue-on-collection-errors"),
+    *("--numprocesses=8", "--dist=worksteal", "-p", "no:benchmark"),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ KINDS = {
             Run("stress", 100),
             Run("memory", 90),
             Run("bubble_audit", 60),
+            Run("host_weights", 90),
             Run("overhead", 100),
         ],
         seconds=8 * 60 - 10,

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 from benchmarks.contestants.fairscale import fairscale
+from benchmarks.contestants.offloaded import offloaded
 from benchmarks.contestants.ours import ours, ours_in_processes
 from benchmarks.contestants.pipelining import pipelining
 from benchmarks.contestants.plain import accumulated, mean_square, plain
@@ -47,6 +48,14 @@ def test_one_process_or_thread_or_none() -> None:
 
     with ours(task, [1, 1], **SHARED) as pipelined:
         agree([plain(task), accumulated(task, chunks=3), pipelined])
+
+
+def test_offloaded() -> None:
+    task = words()
+
+    with offloaded(task, chunks=3, device="cpu", name="FSDP2") as theirs:
+        agree([plain(task), theirs])
+        agree([plain(task), theirs])
 
 
 def test_pipelining() -> None:

@@ -25,6 +25,8 @@ class Meter:
         self.exact = device.type == "meta"
         self.unit: Literal["s", "FLOP"] = "FLOP" if self.exact else "s"
         self._device = device
+        if device.type == "cuda":
+            self._begin_backward()
 
     def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
         if self.exact:
@@ -36,6 +38,11 @@ class Meter:
         result = call()
         self._wait()
         return result, time.perf_counter() - start
+
+    def _begin_backward(self) -> None:
+        """Run a kernel on autograd's thread for the GPU: cuBLAS warns there if it is the first."""
+        with torch.enable_grad():
+            torch.ones((), device=self._device, requires_grad=True).exp().backward()
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
