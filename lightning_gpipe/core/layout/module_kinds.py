@@ -17,7 +17,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # tensors, modules and 
 _NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id", "block_idx", "idx", "index"})
 
 
-def kind_of(module: nn.Module, *, numbered: bool = True) -> Hashable:
+def kind_of(module: nn.Module, numbered: bool = True) -> Hashable:
     """Return a key equal for modules that are alike; unique for one that cannot be compared.
 
     Unless ``numbered``, they may differ in attributes that have their own numbers.

@@ -15,14 +15,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.layout import PLAIN, kind_of, kind_of_tensor
+from lightning_gpipe.core.layout import PLAIN, kind_of_tensor
 from lightning_gpipe.core.programs import Part
 from lightning_gpipe.core.run import Stage
+
+KindOf = Callable[[nn.Module, bool], Hashable]  # as kind_of, which layers need not ask twice
 
 _COMPARABLE = (Tensor, *PLAIN)
 
 
-def key_of(stage: Stage, part: Part, inputs: FlatTree, *, numbered: bool = True) -> Hashable:
+def key_of(
+    stage: Stage, part: Part, inputs: FlatTree, kind_of: KindOf, *, numbered: bool = True
+) -> Hashable:
     """Return a key equal for layers that cost the same; unique for one that cannot be compared.
 
     Unless ``numbered``, layers may differ in attributes that have their own numbers.
@@ -30,23 +34,20 @@ def key_of(stage: Stage, part: Part, inputs: FlatTree, *, numbered: bool = True)
     leaves = inputs.leaves
     if stage.arriving or stage.leaving or not all(isinstance(x, _COMPARABLE) for x in leaves):
         return id(stage)
-    modules = tuple(kind_of(layer, numbered=numbered) for layer in stage.partition.layers)
+    modules = tuple(kind_of(layer, numbered) for layer in stage.partition.layers)
     same = tuple(next(k for k, x in enumerate(leaves) if x is leaf) for leaf in leaves)
     values = tuple(kind_of_tensor(x) if isinstance(x, Tensor) else x for x in leaves)
-    return modules, _of_part(part, numbered), values, repr(inputs.spec), same
+    return modules, _of_part(part, kind_of, numbered), values, repr(inputs.spec), same
 
 
-def repeated(stages: Sequence[Stage]) -> list[bool]:
+def repeated(stages: Sequence[Stage], kind_of: KindOf) -> list[bool]:
     """Return for each stage whether the modules of another one are alike but for their numbers."""
-    kinds = [
-        tuple(kind_of(layer, numbered=False) for layer in stage.partition.layers)
-        for stage in stages
-    ]
+    kinds = [tuple(kind_of(layer, False) for layer in stage.partition.layers) for stage in stages]
     counts = Counter(kinds)
     return [counts[kind] > 1 for kind in kinds]
 
 
-def _of_part(part: Part, numbered: bool) -> Hashable:
+def _of_part(part: Part, kind_of: KindOf, numbered: bool) -> Hashable:
     """Return the calls of a part, with its values numbered in order of appearance."""
     names: dict[str, str] = {}
 
@@ -56,7 +57,7 @@ def _of_part(part: Part, numbered: bool) -> Hashable:
     calls = []
     for step in part.steps:
         text = renamed(str(step).replace(f" stage {step.stage}: {step.name}(", "(", 1))
-        calls.append((text, _of_call(step.run, numbered)))
+        calls.append((text, _of_call(step.run, kind_of, numbered)))
     routes = [route.numbers for route in (*part.arriving, *part.leaving)]
     ends = tuple(
         renamed(" ".join(f"%{number}" for number in numbers))
@@ -65,6 +66,6 @@ def _of_part(part: Part, numbered: bool) -> Hashable:
     return tuple(calls), ends, len(part.leaving)
 
 
-def _of_call(run: Callable[..., Any], numbered: bool) -> Hashable:
+def _of_call(run: Callable[..., Any], kind_of: KindOf, numbered: bool) -> Hashable:
     method, owner = (run.__func__, run.__self__) if isinstance(run, MethodType) else (None, run)
-    return (method, kind_of(owner, numbered=numbered)) if isinstance(owner, nn.Module) else run
+    return (method, kind_of(owner, numbered)) if isinstance(owner, nn.Module) else run

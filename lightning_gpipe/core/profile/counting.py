@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, bytes_of, parted, requires_grad
 from lightning_gpipe.core.faithful import Manager
-from lightning_gpipe.core.profile.alike import key_of, repeated
+from lightning_gpipe.core.profile.alike import KindOf, key_of, repeated
 from lightning_gpipe.core.profile.meters import Meter
 from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, tensors_in
 from lightning_gpipe.core.programs import Program, Route
@@ -116,7 +116,13 @@ class LayerCounter:
     """
 
     def __init__(
-        self, program: Program, meter: Meter, stages: Sequence[Stage], *, split: bool
+        self,
+        program: Program,
+        meter: Meter,
+        stages: Sequence[Stage],
+        kind_of: KindOf,
+        *,
+        split: bool,
     ) -> None:
         self.costs: list[dict[str, float]] = []
         self.sizes: defaultdict[Ends, float] = defaultdict(float)
@@ -128,7 +134,8 @@ class LayerCounter:
         self.outputs: dict[int, FlatTree] = {}
         self._program, self._meter, self._split = program, meter, split
         self._bytes = SavedBytes()
-        self._repeated = repeated(stages)
+        self._kind_of = kind_of
+        self._repeated = repeated(stages, kind_of)
         self._numbers: dict[Hashable, int] = {}  # of kinds
         # The runs of repeated layers that differ, and which of their outputs were counted.
         self._runs: dict[Hashable, tuple[LayerRun, list[bool]]] = {}
@@ -138,7 +145,8 @@ class LayerCounter:
         arriving, leaving = ends_of(stage, self._program)
         inputs = flow.arriving(j, arriving)
         run = self._count(stage, inputs)
-        key = key_of(stage, self._program.parts[j], inputs, numbered=False), run.costs["saved"]
+        part = self._program.parts[j]
+        key = key_of(stage, part, inputs, self._kind_of, numbered=False), run.costs["saved"]
         kind = self._numbers.setdefault(key, len(self._numbers))
         self.kinds.append((kind, self.alike[kind]))
         self.alike[kind] += 1
@@ -162,7 +170,7 @@ class LayerCounter:
         if not self._repeated[j]:
             return self._run(stage, inputs)
         counted = self._bytes.are_counted(inputs.leaves)
-        key = key_of(stage, self._program.parts[j], inputs), tuple(counted)
+        key = key_of(stage, self._program.parts[j], inputs, self._kind_of), tuple(counted)
         if key not in self._runs:
             run = self._run(stage, inputs)
             self._runs[key] = run, self._bytes.are_counted(run.outputs.leaves)

@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.balance import CarriedValue, LinearCost
 from lightning_gpipe.core.data import FlatTree, bytes_of, tree_flatten
+from lightning_gpipe.core.layout import kind_of
 from lightning_gpipe.core.profile.counting import LayerCounter, ends_of
 from lightning_gpipe.core.profile.meters import Meter
 from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, on_its_device
@@ -54,8 +55,9 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.device)
+        once = cache(kind_of)
         self._counted = {
-            rows: LayerCounter(self.program, self.meter, self.stages, split=self.split)
+            rows: LayerCounter(self.program, self.meter, self.stages, once, split=self.split)
             for rows in self.microbatches
         }
         self._gradients: list[Tensor] = []  # those that are alive
