@@ -125,9 +125,10 @@ class Journal:
     def undo(self, length: int = 0) -> None:
         """Undo all changes but the first ``length``, the latest first."""
         entries = self._entries
+        if len(entries) <= length:
+            return
         with self._lock:
-            while len(entries) > length:
-                slots, name, old, _ = entries[-1]
+            for slots, name, old, _ in reversed(entries[length:]):
                 if old is not ABSENT:
                     slots[name] = old
                 else:

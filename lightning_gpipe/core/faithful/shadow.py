@@ -16,7 +16,7 @@ the host, or another replica, the copies get their values while the mini-batch r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot, tensors_within
 
 _Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and its new value
+_HOOKS, _HOOKS_AFTER = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
 _CopyState = tuple[list[int], list[Any]]  # versions and objects
 
 
@@ -86,16 +87,21 @@ class Shadows:
         self._checksums: dict[int, Tensor] = {}  # of copies, by id as above
         self.hosted: list[WeightPart] = []
         self.in_place = False
+        pairs, swaps = self._of, self._swaps
         for module in modules:
             slots = module._parameters
             for name, parameter in slots.items():
                 if parameter is None:
                     continue
-                follows = bool(followed) and (module, name) in followed
+                follows = followed and (module, name) in followed
                 if follows or (grad and parameter.requires_grad):
-                    pair = self._of.get(id(parameter))  # it may be in several slots
-                    shadow = pair[1] if pair else self._new(parameter, follows, device)
-                    self._swaps.append((slots, name, shadow))
+                    key = id(parameter)
+                    if key not in pairs:  # it may be in several slots
+                        new = (
+                            self._copy(parameter, device) if follows else leaf_like(parameter, True)
+                        )
+                        pairs[key] = parameter, new
+                    swaps.append((slots, name, pairs[key][1]))
                 elif grad:
                     self._frozen.append((slots, name, parameter))
         if by_caller is not None:
@@ -106,11 +112,9 @@ class Shadows:
             self._watched = [*(p for p, _ in self._of.values()), *frozen.values()]
         self.record_versions()
 
-    def _new(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
+    def _copy(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         key, requires_grad = id(parameter), parameter.requires_grad
-        if not follows:
-            shadow = leaf_like(parameter, requires_grad=True)
-        elif (self._on_host and parameter.device.type == "cpu") or (
+        if (self._on_host and parameter.device.type == "cpu") or (
             self._divided and parameter.is_meta and key not in self._values
         ):
             shadow, parts = hollow_copy(parameter, requires_grad, device)
@@ -119,9 +123,7 @@ class Shadows:
             shadow = copy_like(parameter, requires_grad, device, self._values.get(key))
             if self.examined and has_memory(shadow):
                 self._checksums[key] = checksums(shadow)
-        if follows:
-            self._copied[key] = parameter, shadow, _state_of(shadow, parameter)
-        self._of[key] = parameter, shadow
+        self._copied[key] = parameter, shadow, _state_of(shadow, parameter)
         return shadow
 
     def _hide(self, modules: Iterable[nn.Module], by_caller: Callable[[], bool]) -> None:
@@ -165,10 +167,9 @@ class Shadows:
 
     @property
     def hooked(self) -> nn.Parameter | None:
-        for parameter, shadow in self._of.values():
-            if has_hooks(shadow):
-                return parameter
-        return None
+        if not has_hooks(*[shadow for _, shadow in self._of.values()]):
+            return None  # most often
+        return next(parameter for parameter, shadow in self._of.values() if has_hooks(shadow))
 
     @property
     def replaced(self) -> nn.Parameter | None:
@@ -209,10 +210,9 @@ class Shadows:
         return sums
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Return whether hooks on the parameter's gradient are registered."""
-    after: dict[int, object] | None = parameter._post_accumulate_grad_hooks
-    return bool(parameter._backward_hooks or after)
+def has_hooks(*parameters: Tensor) -> bool:
+    """Return whether hooks on the gradient of one of these parameters are registered."""
+    return any(map(_HOOKS, parameters)) or any(map(_HOOKS_AFTER, parameters))
 
 
 def _state_of(copy: nn.Parameter, parameter: nn.Parameter) -> _CopyState:

@@ -58,7 +58,8 @@ class Partition:
             module = waiting.pop()
             if module not in modules:
                 modules[module] = None
-                waiting += [child for child in module._modules.values() if child is not None][::-1]
+                if children := module._modules:
+                    waiting += [child for child in children.values() if child is not None][::-1]
         return tuple(modules)
 
     @property

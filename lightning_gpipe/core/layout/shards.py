@@ -12,7 +12,7 @@ with shards of a stage must run the same actions in the same order, as a strateg
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,19 +23,16 @@ _FSDP = "torch.distributed.fsdp"
 TENSOR_PARALLEL = "tensor_parallel"  # the dimension of a mesh
 
 
-def has_shards(modules: Iterable[nn.Module]) -> bool:
-    """Return True if FSDP2 shards a module, or one has DTensors of other meshes; for speed.
+def has_shards(modules: Iterable[nn.Module], parameters: Collection[nn.Parameter]) -> bool:
+    """Return True if FSDP2 shards a module, or a parameter is a DTensor of another mesh.
 
     FSDP2 may have left the whole parameters in a module, so that it has no DTensors for now.
     """
     fsdp = _fsdp()
-    for module in modules:
-        if isinstance(module, fsdp):
-            return True
-        for parameter in module._parameters.values():
-            if type(parameter) is not nn.Parameter and _is_shard(parameter):
-                return True
-    return False
+    if fsdp and any(issubclass(kind, fsdp) for kind in set(map(type, modules))):
+        return True
+    plain = {nn.Parameter}.issuperset(map(type, parameters))  # most often
+    return not plain and any(map(_is_shard, parameters))
 
 
 def check_whole(

@@ -38,7 +38,7 @@ from lightning_gpipe.core.run.backward.split import Splits
 from lightning_gpipe.core.run.divided_weights import DividedWeights
 from lightning_gpipe.core.skip import declaration_of
 
-_TRAINING = attrgetter("training")
+_TRAINING, _DEVICE = attrgetter("training"), attrgetter("device")
 
 
 def training_flags_of(stages: Sequence[Stage | tuple[nn.Module, ...]]) -> bytes:
@@ -116,12 +116,14 @@ class Stage:
         if modules != self.modules:
             self._set_modules(modules)
         self.state.refresh()
-        if has_shards(modules):
+        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        if has_shards(modules, parameters):
             layers = zip(self.partition.titles, self.partition.layers, strict=True)
             check_whole(layers, RuntimeError)
         if self.on_host:
             self._place_additions()
-        self._check_placement()
+        if not {self.device}.issuperset(map(_DEVICE, parameters)):
+            self._check_placement()
 
     def shadows(
         self,

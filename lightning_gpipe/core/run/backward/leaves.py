@@ -29,7 +29,7 @@ class UsedLeaves:
     def __init__(self, shadows: Sequence[Shadows], *, spread: bool = False) -> None:
         self._shadows = shadows
         self._spread = spread
-        self.searching = any(any(map(has_hooks, each.parameters)) for each in shadows)
+        self.searching = any(has_hooks(*each.parameters) for each in shadows)
         self._used: set[int] = set()
         self._captured: dict[int, Tensor] = {}
 
@@ -77,10 +77,10 @@ class UsedLeaves:
         """Return the used and ``shared`` parameters that have values here, and captured leaves."""
         leaves: dict[int, Tensor] = {id(each): each for each in shared if each.requires_grad}
         for shadows in self._shadows:
-            for parameter in shadows.parameters:
-                used = not self.searching or id(shadows.shadow_of(parameter)) in self._used
-                if used and not parameter.is_meta:
-                    leaves[id(parameter)] = parameter
+            used = shadows.parameters
+            if self.searching:
+                used = [each for each in used if id(shadows.shadow_of(each)) in self._used]
+            leaves |= {id(each): each for each in used if not each.is_meta}
         return list((leaves | self._captured).values())
 
     @cached_property

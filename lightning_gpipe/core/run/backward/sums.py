@@ -25,12 +25,10 @@ def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tenso
         key = id(leaf)
         if gradient.device != leaf.device:
             gradient = gradient.to(leaf.device)
-        if key in several:
-            several[key].append(gradient)
-        elif key in sum_of:
-            several[key] = [sum_of[key][1], gradient]
-        else:
+        if key not in sum_of:
             sum_of[key] = leaf, gradient
+        else:
+            several.setdefault(key, [sum_of[key][1]]).append(gradient)
     for key, gradients in several.items():
         sum_of[key] = sum_of[key][0], _sum(gradients)
     sums = [sum_of.pop(id(leaf), _NONE)[1] for leaf in leaves]

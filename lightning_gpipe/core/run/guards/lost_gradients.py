@@ -39,8 +39,8 @@ class LostGradients:
 
     def __init__(self, stage: Stage, shadows: Shadows) -> None:
         self._stage = stage
-        self._inputs: list[weakref.ref[Tensor]] = []
-        self._shadows = [
+        # Shadows with their parameters, and inputs with None.
+        self._leaves: list[tuple[weakref.ref[Tensor], nn.Parameter | None]] = [
             (weakref.ref(shadow), parameter)
             for parameter, shadow in shadows.pairs
             if parameter.requires_grad
@@ -49,24 +49,26 @@ class LostGradients:
     def watch_inputs(self, leaves: Iterable[Any]) -> None:
         for leaf in leaves:  # no comprehension, which is one more call for each micro-batch
             if isinstance(leaf, Tensor):
-                self._inputs.append(weakref.ref(leaf))
+                self._leaves.append((weakref.ref(leaf), None))
 
     def check(self) -> None:
-        self.check_shadows()
-        self.check_inputs([reference() for reference in self._inputs])
+        for reference, parameter in self._leaves:
+            leaf = reference()
+            if leaf is not None and leaf.grad is not None:
+                _refuse(self._stage, parameter, leaf)
 
     def check_graph(self) -> None:
         """Raise RuntimeError if the backward that is running goes to these leaves by itself.
 
         It may free a graph before the stage's own backward, or need what that has freed.
         """
-        for reference, parameter in self._leaves():
+        for reference, parameter in self._leaves:
             leaf = reference()
             if leaf is not None and leaf.requires_grad and is_written(leaf):
                 _refuse(self._stage, parameter, leaf)
 
     def warn_of_kept(self) -> None:
-        leaves = {id(leaf) for reference, _ in self._leaves() if (leaf := reference()) is not None}
+        leaves = {id(leaf) for reference, _ in self._leaves if (leaf := reference()) is not None}
         if names := _names_of_kept(self._stage, leaves):
             warnings.warn(
                 "torch.autograd.grad and backward(inputs=...) do not count what a loss has of "
@@ -78,8 +80,8 @@ class LostGradients:
             )
 
     def check_shadows(self) -> None:
-        for reference, parameter in self._shadows:
-            shadow = reference()
+        for reference, parameter in self._leaves:
+            shadow = None if parameter is None else reference()
             if shadow is not None and shadow.grad is not None:
                 _refuse(self._stage, parameter, shadow)
 
@@ -91,27 +93,25 @@ class LostGradients:
     def check_captured(self, captured: Sequence[Tensor]) -> None:
         """Raise RuntimeError if layers captured a leaf, whose gradient would go to the caller."""
         ids = set(map(id, captured))
-        for reference, parameter in self._leaves():
+        for reference, parameter in self._leaves:
             leaf = reference()
             if leaf is not None and id(leaf) in ids:
                 _refuse_use(self._stage, parameter, leaf)
 
     def check_inputs_captured(self, captured: Collection[int]) -> None:
         """Raise RuntimeError if an input is among leaves with these ids, of the caller's code."""
-        for reference in self._inputs if captured else ():
-            leaf = reference()
+        for reference, parameter in self._leaves if captured else ():
+            leaf = None if parameter is not None else reference()
             if leaf is not None and id(leaf) in captured:
                 _refuse(self._stage, None, leaf)
 
     def refuse_gradients(self) -> None:
         """Let a gradient raise that arrives in a leaf which outlives the mini-batch."""
-        for reference, parameter in self._leaves():
+        self._leaves = [each for each in self._leaves if each[0]() is not None]
+        for reference, parameter in self._leaves:
             if (leaf := reference()) is not None and leaf.requires_grad:
                 refuse = partial(_refuse, self._stage, parameter)
                 leaf.register_post_accumulate_grad_hook(refuse)
-
-    def _leaves(self) -> list[tuple[weakref.ref[Any], nn.Parameter | None]]:
-        return [*[(reference, None) for reference in self._inputs], *self._shadows]
 
 
 class UnfinishedMiniBatches:
