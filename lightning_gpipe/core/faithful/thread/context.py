@@ -12,11 +12,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, setting
+from lightning_gpipe.core.faithful.managers import (
+    NOTHING,
+    Bracket,
+    LazyManagers,
+    Manager,
+    setting,
+)
 from lightning_gpipe.core.faithful.thread.modes import TorchModes
 from lightning_gpipe.core.faithful.thread.recomputing import for_recomputation
 
@@ -35,6 +42,7 @@ _NAMES = (
 
 _autograd = torch._C._autograd
 _CPU = torch.device("cpu")
+_TYPE = attrgetter("type")
 _NO_VARIABLES = contextvars.Context()
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -81,11 +89,11 @@ class Context(NamedTuple):
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device]) -> Context:
-        device_types = sorted({"cpu", *[device.type for device in devices]})
+        device_types = sorted({"cpu", *map(_TYPE, devices)})
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            tuple([Autocast.of(device_type) for device_type in device_types]),
+            tuple(map(Autocast.of, device_types)),
             TorchModes.capture(),
             _default_device(),
             torch.get_default_dtype(),
@@ -105,14 +113,15 @@ class Context(NamedTuple):
                 missing.append(autocast.entered)
         if _default_device() != self.default_device:
             missing.append(lambda: self.default_device)
-        if (here := _positions()) != self.switches:
-            missing += _switched(self.switches, here)
+        if (positions := _positions()) != self.switches:
+            missing += _switched(self.switches, positions)
         if torch.is_grad_enabled() != self.grad or missing:  # inference mode changes it too
             missing.append(partial(_set_grad_enabled, self.grad))
         return missing
 
     def entered(self) -> Manager:
-        return LazyManagers(lambda: (make() for make in self.missing()))
+        missing = self.missing()
+        return LazyManagers(lambda: (make() for make in missing)) if missing else NOTHING
 
     def differences(self) -> list[str]:
         here = Context.capture(torch.device(autocast.device_type) for autocast in self.autocast)
@@ -205,21 +214,21 @@ def on_engine_thread() -> bool:
 _SMALLEST = sys.float_info.min  # of those that are not denormal
 
 
-def _flushes_denormals() -> bool:
-    # PyTorch cannot tell whether torch.set_flush_denormal(True) was called. Python's floats are
-    # rounded by the same unit.
-    return _SMALLEST * 0.5 == 0.0
-
-
-def _hooks_refused() -> str | None:
-    """Return the message of ``torch.autograd.graph.disable_saved_tensors_hooks``.
-
-    Hooks that were entered before it stay in force, and workers must enter those.
-    """
-    if _autograd._top_saved_tensors_default_hooks(True) is not None:
-        return None
-    message: str | None = _autograd._saved_tensors_hooks_get_disabled_error_message()
-    return message
+def _positions() -> list[Any]:
+    """Return the positions of the calling thread's switches; in one call, since many ask."""
+    hooked = _autograd._top_saved_tensors_default_hooks(True) is not None
+    return [
+        # PyTorch cannot tell whether torch.set_flush_denormal(True) was called. Python's floats are
+        # rounded by the same unit.
+        _SMALLEST * 0.5 == 0.0,
+        # The message of torch.autograd.graph.disable_saved_tensors_hooks. Hooks that were entered
+        # before it stay in force, and workers must enter those.
+        None if hooked else _autograd._saved_tensors_hooks_get_disabled_error_message(),
+        torch._C._is_multithreading_enabled(),
+        torch._C._is_view_replay_enabled(),
+        # Whether __torch_function__ is called of subclasses, and of modes.
+        (torch._C._is_torch_function_enabled(), not torch._C._is_torch_function_all_disabled()),
+    ]
 
 
 def _refuse_hooks(message: str | None) -> None:
@@ -229,13 +238,8 @@ def _refuse_hooks(message: str | None) -> None:
         _autograd._saved_tensors_hooks_disable(message)
 
 
-def _torch_functions() -> tuple[bool, bool]:
-    """Return whether ``__torch_function__`` is called of subclasses, and of modes."""
-    return torch._C._is_torch_function_enabled(), not torch._C._is_torch_function_all_disabled()
-
-
-def _with_torch_functions(position: tuple[bool, bool]) -> Manager:
-    subclasses, modes = position
+def _with_torch_functions(wanted: tuple[bool, bool], _: tuple[bool, bool]) -> Manager:
+    subclasses, modes = wanted
     if subclasses:
         guard: Manager = torch._C._EnableTorchFunction()
     elif modes:
@@ -245,26 +249,20 @@ def _with_torch_functions(position: tuple[bool, bool]) -> Manager:
     return guard
 
 
-def _setting(
-    read: Callable[[], Any], write: Callable[[Any], object]
-) -> tuple[Callable[[], Any], Callable[[Any], Manager]]:
-    return read, partial(setting, read, write)
+def _written(write: Callable[[Any], object], wanted: Any, here: Any) -> Manager:
+    return Bracket(partial(write, wanted), lambda _: write(here))
 
 
-# How the calling thread's switches are read, and the context managers that set them.
-_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Manager]], ...] = (
-    _setting(_flushes_denormals, torch.set_flush_denormal),
-    _setting(_hooks_refused, _refuse_hooks),
-    _setting(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
-    _setting(torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
-    (_torch_functions, _with_torch_functions),
+# How to set each switch from its position here, in the order of `_positions`.
+_SWITCHES: tuple[Callable[[Any, Any], Manager], ...] = (
+    partial(_written, torch.set_flush_denormal),
+    partial(_written, _refuse_hooks),
+    partial(_written, torch._C._set_multithreading_enabled),
+    partial(_written, torch._C._set_view_replay_enabled),
+    _with_torch_functions,
 )
-
-
-def _positions() -> list[Any]:
-    return [read() for read, _ in _SWITCHES]
 
 
 def _switched(wanted: Sequence[Any], here: Sequence[Any]) -> list[Callable[[], Manager]]:
     switches = zip(_SWITCHES, wanted, here, strict=True)
-    return [partial(entered, mine) for (_, entered), mine, other in switches if mine != other]
+    return [partial(entered, mine, other) for entered, mine, other in switches if mine != other]

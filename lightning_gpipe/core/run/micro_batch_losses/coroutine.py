@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from lightning_gpipe.core.transport import RunCancelled
 
 
+@cache
 def greenlets() -> Any:
     """Return the module greenlet, imported only when it is needed."""
     try:

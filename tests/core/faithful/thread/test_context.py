@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import PendingTensor
+from lightning_gpipe.core.faithful.managers import NOTHING
 from lightning_gpipe.core.faithful.thread.context import Autocast, Context
 
 CPU = torch.device("cpu")
@@ -214,6 +215,14 @@ def test_entering_leaves_the_thread_as_it_was() -> None:
 
     assert inside == captured != before
     assert state() == before
+
+
+def test_nothing_is_entered_where_the_thread_is_in_the_state_already() -> None:
+    with torch.no_grad():
+        context = Context.capture([CPU])
+        assert context.entered() is NOTHING
+
+    assert context.entered() is not NOTHING
 
 
 def test_entering_leaves_the_thread_as_it_was_after_an_error() -> None:

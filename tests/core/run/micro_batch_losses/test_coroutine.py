@@ -79,6 +79,7 @@ def test_greenlet_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(module, "import_module", missing)
+    module.greenlets.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="Run pip install greenlet, or"):
         Coroutine(lambda: None, copy_context())
 
@@ -88,6 +89,7 @@ def test_module_that_greenlet_needs_is_not_installed(monkeypatch: pytest.MonkeyP
         raise ModuleNotFoundError("No module named 'other'", name="other")
 
     monkeypatch.setattr(module, "import_module", missing)
+    module.greenlets.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="^No module named 'other'$"):
         Coroutine(lambda: None, copy_context())
 
