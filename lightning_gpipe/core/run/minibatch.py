@@ -76,7 +76,7 @@ class MiniBatch(MiniBatchRun):
         none in a process that does not get the outputs.
         """
         self._input_devices = list(map(devices_of, microbatches))
-        with self.session:
+        with self.session():
             self._unfinished.settle()  # in another thread's backward gradients are on the way
             self.begin()
             generators = self.agreement.generators = self.generators_now()
@@ -126,7 +126,7 @@ class MiniBatch(MiniBatchRun):
             self._written = to_all
             # On forward's streams, for which those of backward then wait.
             with self.streams.entered():
-                with SharedErrors(self.equipment.transport), self.session:
+                with SharedErrors(self.equipment.transport), self.session():
                     input_gradients, pairs = self._backward(output_gradients, to_all)
                 gradients = sum_gradients(pairs, self.leaves)
             self.streams.lend(chain(*input_gradients, gradients))

@@ -6,7 +6,7 @@ calls. Both have the same context managers, random numbers, watches, passes and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import Division, FlatTree
 from lightning_gpipe.core.faithful import (
     Context,
-    LazyManagers,
     LibraryDraws,
     LibraryWatch,
     Manager,
@@ -26,6 +25,7 @@ from lightning_gpipe.core.faithful import (
     SharedGenerators,
     Streams,
     on_engine_thread,
+    together,
 )
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program
@@ -72,7 +72,6 @@ class MiniBatchRun:
     Attributes:
         shared: The devices whose generator several workers, or a worker and the caller, draw from.
         inline: Whether the caller's thread runs the phase.
-        session: A ``with`` block for each phase, in which no other mini-batch runs.
         by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
         transfer: Sends the stages' gradients home; None if they stay in this process.
         outer: The stages in a backward of another mini-batch, within which this one runs.
@@ -101,12 +100,14 @@ class MiniBatchRun:
         self.flags: bytes = b""
         self.by_caller: Callable[[], bool] | None = None
         self.passes: Sequence[StagePass] = ()
-        # Not a method of its own: a cycle would keep what a dropped output has of the mini-batch.
-        self.session = LazyManagers(partial(_concerns, equipment.transport, execution))
         self._works: list[Work] = []
         self._watches: list[RowWatch | None] = []
         self.used_leaves = _NO_LEAVES
         self.agreement = Agreement(equipment.layout, schedule, label)
+
+    def session(self) -> Manager:
+        """Return a ``with`` block for a phase, in which no other mini-batch runs."""
+        return together([self.equipment.transport.exclusive(), self.execution.timed])
 
     def choose_transport(self, modes: object) -> None:
         """Choose the transport of a phase: inline where threads are slower, or lack ``modes``."""
@@ -290,10 +291,6 @@ class MiniBatchRun:
         library = self.agreement.library
         libraries = library is not None and library.saved
         return Randomness(devices, private, libraries=libraries)
-
-
-def _concerns(transport: Transport, execution: Execution) -> Iterable[Manager]:
-    return transport.exclusive(), execution.timed
 
 
 def pass_alone(

@@ -60,7 +60,7 @@ class WorkerTask(RowTask):
         passes: The mini-batch's pass through each of its stages, by the index of the stage.
         streams: The caller's streams, on which its layers compute.
         context: The caller's thread-local state, to run in.
-        forward: The thread-local state of forwards, if they have one of their own.
+        forward: The thread-local state of forwards, if the caller's code runs in between.
         told: Whether the caller of this process says when it has prepared a micro-batch.
         here: Whether the thread that performs it has this state and these streams already.
     """
@@ -87,6 +87,7 @@ class WorkerTask(RowTask):
         self._streams = streams
         self._stream = streams.on(device)
         self._here = here
+        self._beside_code = forward is not None
         self._forward = None if forward is context else forward
         self._told = told
         self._now = timeline.clocks[w].now
@@ -112,7 +113,8 @@ class WorkerTask(RowTask):
                 for stage_pass in self._passes.values()
                 if not stage_pass.shadows.in_place
             ]
-        return _Holding(self.using, together(managers))
+        session = together(managers)
+        return _Holding(self.using, session) if self._beside_code else session
 
     @override
     def perform(self, actions: Sequence[Action]) -> None:

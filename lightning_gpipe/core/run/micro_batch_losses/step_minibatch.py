@@ -72,7 +72,7 @@ class StepMiniBatch(MiniBatchRun):
         """Run the phase; return the loss, None if the code returned None for all micro-batches."""
         code = self._code
         try:
-            with SharedErrors(self.equipment.transport), self.session:
+            with SharedErrors(self.equipment.transport), self.session():
                 self.begin()
                 generators = self.agreement.generators = SharedGenerators(self.shared)
                 library = self.begin_library_watch()

@@ -58,11 +58,12 @@ class Timeline:
         self.layout = layout
         indices = range(len(clocks)) if workers is None else workers
         self.clocks = dict(zip(indices, clocks, strict=True))
-        self._callers = {} if caller is None else {schedule.workers: caller}
+        self._caller = None if caller is None else (schedule.workers, caller)
         self.records: list[tuple[int, Action, Timestamp, Timestamp]] = []
 
     def run_by_caller(self, action: Action, run: Callable[..., _T], *args: Any) -> _T:
-        [(caller, clock)] = self._callers.items()
+        assert self._caller is not None, "it has a row"
+        caller, clock = self._caller
         start = clock.now()
         result = run(*args)
         self.records.append((caller, action, start, clock.now()))
@@ -79,7 +80,7 @@ class Timeline:
     @property
     def caller(self) -> list[Span]:
         """The caller's actions without their waits, if it has a row; on CUDA, waits for it."""
-        return self._read(self._callers)
+        return [] if self._caller is None else self._read(dict([self._caller]))
 
     def _read(self, clock_of: Mapping[int, Clock]) -> list[Span]:
         records = [record for record in self.records if record[0] in clock_of]
