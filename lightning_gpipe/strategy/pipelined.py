@@ -184,9 +184,8 @@ class PipelinedModule:
 
         The first batch also tells if it has fewer micro-batches than the user asks for.
         """
-        timeline, chunks = self.pipeline.timeline, self.pipeline.chunks
-        if timeline is not None and self._first:
-            self._first = False
+        if self._first and (timeline := self.pipeline.timeline) is not None:
+            self._first, chunks = False, self.pipeline.chunks
             if (m := timeline.schedule.m) < chunks:
                 rank_zero_info(
                     f"GPipe: the first batch has rows for {m} micro-batches only, fewer than "

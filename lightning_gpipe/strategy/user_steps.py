@@ -10,8 +10,7 @@ them run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from lightning_gpipe.core.faithful import LazyManagers, Manager, add_note
+from lightning_gpipe.core.faithful import NOTHING, Bracket, LazyManagers, Manager, add_note
 from lightning_gpipe.core.layout import layers_of
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.schedules import is_by_micro_batch
@@ -100,18 +99,13 @@ class UserSteps:
         with precision.train_step_context():
             return self._in_wrapper(partial(last.run, run, trains=True))
 
-    @contextmanager
-    def _sample(self) -> Iterator[None]:
+    def _sample(self) -> Manager:
         """Verify a few rows of the input in the first step of a fit that is not resumed."""
         if self._sampled or self._module.global_step:
-            yield
-            return
+            return NOTHING
         self._sampled = True
-        verifier = FirstBatchVerifier(self._piped.modules, report, sample=True)
-        try:
-            yield
-        finally:
-            verifier.remove()
+        begin = partial(FirstBatchVerifier, self._piped.modules, report, sample=True)
+        return Bracket(begin, FirstBatchVerifier.remove)
 
     def _compared(self, step: Callable[[], Any], *, training: bool) -> Any:
         """Run a step, and compare the processes if it runs no mini-batch, which compares them.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from itertools import repeat
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
@@ -351,9 +352,14 @@ def _sizes(outputs: FlatTree, work: Work) -> tuple[int, ...]:
     return tuple(len(tree.leaves) for tree in parted(outputs, 1 + len(work.leaving)))
 
 
-def in_layers() -> bool:
-    """Return True if a layer of a pipeline, or a hook on one, runs the calling code."""
-    frame = sys._getframe(1)  # no flag that an interrupt could leave set
-    while frame.f_back is not None and frame.f_code.co_filename != __file__:
+def in_layers(outside: CodeType | None = None) -> bool:
+    """Return True if a layer of a pipeline, or a hook on one, runs the calling code.
+
+    The search ends at the code ``outside``, of a function that no layer calls.
+    """
+    frame: FrameType | None = sys._getframe(1)  # no flag that an interrupt could leave set
+    while frame is not None and frame.f_code is not outside:
+        if frame.f_code.co_filename == __file__:
+            return True
         frame = frame.f_back
-    return frame.f_code.co_filename == __file__
+    return False

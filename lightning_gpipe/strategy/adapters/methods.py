@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     ThroughputMonitor,
 )
+from lightning.pytorch.strategies import Strategy
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -46,7 +47,7 @@ class _GuardedLog:
         self._log = module.log
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if in_layers():
+        if in_layers(outside=Strategy.training_step.__code__):
             raise RuntimeError(
                 f"a layer of the pipeline must not call log: got log({name!r}) of "
                 f"{type(self._module).__name__}, which would log each micro-batch, and again when "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data.marks import whole
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
+from lightning_gpipe.core.run.stage_pass import in_layers
 from tests.support.stages import ALL, NONE, Pair, begin, stage
 
 X = torch.tensor([[1.0, -2.0]])
@@ -251,3 +252,24 @@ def test_module_that_is_replaced_before_the_recomputation() -> None:
 
     with pytest.raises(RuntimeError, match="modules must not be .* replaced between a forward"):
         run.check_unchanged()
+
+
+class Search(nn.Module):
+    """Asks whether it is in a layer: in all callers, and in those up to its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found = [in_layers(), in_layers(outside=type(self).forward.__code__)]
+        return x
+
+
+def test_search_for_a_layer_ends_at_code_that_is_in_none() -> None:
+    """A step logs several values; for each, all of the Trainer's frames were searched."""
+    search = Search()
+    begin(stage(search)).forward(0, tree_flatten(X))
+
+    assert search.found == [True, False]
+    assert not in_layers()
