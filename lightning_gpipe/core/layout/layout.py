@@ -230,16 +230,16 @@ def ties_of(layout: Layout) -> list[Tie]:
     if not layout.spread:
         return []
     everywhere = {id(parameter) for parameter in layout.everywhere}
-    stages: dict[nn.Parameter, list[int]] = {}
+    stages: dict[int, tuple[nn.Parameter, list[int]]] = {}
     for j, partition in enumerate(layout.partitions):
         for parameter in partition.parameters:
-            stages.setdefault(parameter, []).append(j)
+            stages.setdefault(id(parameter), (parameter, []))[1].append(j)
     ties = []
-    for parameter, users in stages.items():
+    for key, (parameter, users) in stages.items():
         home, followers = CALLER, users
-        if id(parameter) not in everywhere:
-            home = users[0]
-            followers = [j for j in users if layout.owner_of(j) != layout.owner_of(home)]
+        if key not in everywhere:
+            home, *others = users
+            followers = [j for j in others if layout.owner_of(j) != layout.owner_of(home)]
         if followers:
             ties.append(Tie(parameter, home, tuple(followers)))
     return ties
