@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful import ABSENT, Journal, Manager, has_hooks, leaf_like
+from lightning_gpipe.core.faithful import ABSENT, NOTHING, Journal, Manager, has_hooks, leaf_like
 from lightning_gpipe.core.run.backward.roots import (
     REENTRANT,
     Root,
@@ -39,6 +39,8 @@ class OutsideGradients:
         self._shadows: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a leaf and its shadow
 
     def without_hooks(self) -> Manager:
+        if not has_hooks(*self._parameters):
+            return NOTHING  # most often
         hooked = filter(has_hooks, self._parameters)
         pairs = ((each._backward_hooks, each._post_accumulate_grad_hooks) for each in hooked)
         of_all: Iterable[Any] = filter(None, chain.from_iterable(pairs))
@@ -79,8 +81,9 @@ class OutsideGradients:
         run_backward(shadows, sums)
 
     def check(self) -> None:
-        hooked = next(filter(has_hooks, [*self._parameters, *self.leaves]), None)
-        if hooked is not None:
+        tensors = *self._parameters, *self.leaves
+        if has_hooks(*tensors):
+            hooked = next(filter(has_hooks, tensors))
             raise RuntimeError(
                 "hooks on gradients must be on parameters of the modules around the pipeline or "
                 "in it, and be registered before training_step: got one on a tensor of shape "
