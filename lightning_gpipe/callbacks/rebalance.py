@@ -119,12 +119,12 @@ class Rebalance(Callback):
 
     def _busy(self, pipeline: GPipe) -> list[list[float]] | None:
         times = []
-        for layout in pipeline.layouts:
-            timelines = [x for x in self._timelines if x.layout is layout]
+        for piped in pipeline.piped_modules:
+            timelines = [x for x in self._timelines if x.layout is piped.pipeline.layout]
             observations = [x for x in map(Observation.of, timelines) if x is not None]
             if not observations:
                 return None
-            times.append(typical(observations))
+            times.append(typical(observations)[piped.stages.start : piped.stages.stop])
         return times
 
     def _better_before(self, busy: Sequence[Sequence[float]]) -> list[list[int]]:
@@ -155,12 +155,16 @@ class Rebalance(Callback):
 
 def _best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
     """Return the best balance of module ``k`` by its ``busy`` times; ValueError if none fits."""
-    profile, layout = pipeline.profiles[k], pipeline.layouts[k]
-    places = [Place(memory=memory_of(layout.device_of(j))) for j in range(layout.n)]
+    profile, piped = pipeline.profiles[k], pipeline.piped_modules[k]
+    layout, stages = piped.pipeline.layout, piped.stages
+    placement = layout.placement[stages.start : stages.stop]
+    places = [Place(memory=memory_of(layout.device_of(j))) for j in stages]
     outside = layout.n - 1 if layout.around == "last" else 0
-    places[outside] = replace(places[outside], taken=profile.around.held_bytes)
-    places = recomputing(places, profile, pipeline.activation_checkpointing)
-    return shift_for(time_costs(profile), pipeline.balances[k], busy, layout.placement, places)
+    if outside in stages:
+        place = places[outside - stages.start]
+        places[outside - stages.start] = replace(place, taken=profile.around.held_bytes)
+    places = recomputing(places, profile, piped.activation_checkpointing)
+    return shift_for(time_costs(profile), pipeline.balances[k], busy, placement, places)
 
 
 def _stay(shift: Shift) -> Shift:

@@ -108,8 +108,9 @@ class GPipeStrategy(ParallelStrategy):
         chunks: The number of micro-batches of a batch. None is 4 per stage, which makes the bubble
             small. ``"auto"`` plans it.
         module: The path of the module in the LightningModule, such as ``"net.layers"``, or several
-            paths. None takes, of each child, the nn.Sequential or nn.ModuleList with nine tenths of
-            the work, or else the whole child, if its forward can be traced.
+            paths, in the order of their calls where each micro-batch has a loss. None takes, of
+            each child, the nn.Sequential or nn.ModuleList with nine tenths of the work, or else the
+            whole child, if its forward can be traced.
         schedule: The order of forwards and backwards. ``"fill_drain"`` runs all forwards,
             training_step's loss of the whole batch, and all backwards. With all others
             training_step is called for each micro-batch, so that few of these are alive at a time;

@@ -17,6 +17,7 @@ from lightning_gpipe.core.layout import check_balance, check_even, check_initial
 from lightning_gpipe.core.pipeline import (
     GPipe,
     PipedModule,
+    Pipeline,
     Requested,
     parameters_around,
     piped_modules_at,
@@ -95,7 +96,9 @@ class PipelinedModule:
             measured=measured,
         )
         sizes = choice.balances
-        _check_sizes(self.modules, sizes, len(devices))
+        chained = choice.order.by_micro_batch
+        stages = [sum(map(len, sizes))] if chained else list(map(len, sizes))
+        _check_sizes(self.modules, sizes, stages, len(devices))
         if choice.weights == "device":
             warn_of_one_device(balances, sizes, len(devices))
         measured_balances.keep(self.modules, balances, sizes)
@@ -104,7 +107,7 @@ class PipelinedModule:
         self._verifier: FirstBatchVerifier | None = None
         self._reported: set[tuple[str, bool]] = set()  # the faster way of each module
         self._first = True  # whether no batch has run
-        by_default = _CHUNKS_PER_STAGE * max(map(len, sizes))
+        by_default = _CHUNKS_PER_STAGE * max(stages)
         self.pipeline = GPipe(
             root,
             sizes,
@@ -118,6 +121,7 @@ class PipelinedModule:
             cores=settings.cores,
             split_backward=choice.split_backward,
             around=settings.around,
+            chained=chained,
             folded=settings.folded(len(devices)),
             weights=choice.weights,
             offload_activations=choice.offload_activations,
@@ -127,6 +131,11 @@ class PipelinedModule:
             self._verifier = FirstBatchVerifier(self.modules, report)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, list(choice.profiles)
         self.schedule = choice.order.schedule
+
+    @property
+    def single(self) -> Pipeline | None:
+        """The pipeline, of a module or a chain of them, if there is one."""
+        return self.pipeline.only if len(self.pipeline.layouts) == 1 else None
 
     def around(self) -> list[nn.Parameter]:
         layouts = self.pipeline.layouts
@@ -205,8 +214,9 @@ class PipelinedModule:
     def __str__(self) -> str:
         """A line for each module with its cut, the rest and what could be piped; the plan."""
         lines = []
-        for piped, layout in zip(self.modules, self.pipeline.layouts, strict=True):
-            cut = ", ".join(f"{part} on {layout.where(part.index)}" for part in layout.partitions)
+        for piped in self.modules:
+            layout = piped.pipeline.layout
+            cut = ", ".join(f"{layout.partitions[j]} on {layout.where(j)}" for j in piped.stages)
             kind = type(piped.module).__name__
             lines.append(f"GPipe runs {piped.name} ({kind}) as a pipeline: {cut}")
         beside = parameters_around(self.modules)
@@ -242,11 +252,16 @@ def _requested(root: LightningModule, settings: StrategyOptions, stages: int) ->
 
 
 def _check_sizes(
-    modules: Iterable[PipedModule], sizes: Iterable[Sequence[int]], devices: int
+    modules: Iterable[PipedModule],
+    sizes: Iterable[Sequence[int]],
+    stages: Iterable[int],
+    devices: int,
 ) -> None:
+    """Check the balance of each module, and the number of stages of each pipeline."""
     for piped, size in zip(modules, sizes, strict=True):
         check_balance(size, len(piped.frontend.units), piped.name)
-        check_even(len(size), devices, f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}")
+    for number in stages:
+        check_even(number, devices, f"Write Trainer(devices={number}). {AUTO_DEVICES}")
 
 
 def modules_inside(pipeline: GPipe) -> set[nn.Module]:

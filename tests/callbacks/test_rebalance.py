@@ -102,6 +102,17 @@ def test_several_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_weights(one, fit(None)[1])
 
 
+def test_chain_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All stages of a mini-batch, for each module.
+    Times(monkeypatch, [2, 1, 1, 4], [2, 1, 1, 4], [2, 1, 1, 1], [2, 1, 1, 1])
+    paths = ["layers.encoder", "layers.decoder"]
+    strategy = GPipeStrategy([[2, 1], [2, 2]], chunks=2, module=paths, schedule="1f1b")
+
+    moved, _ = run(tmp_path, Rebalance(), strategy=strategy, build=Translator)
+
+    assert moved == [[[2, 1], [2, 2]], [[2, 1], [3, 1]], [[2, 1], [3, 1]]]
+
+
 def test_less_than_the_threshold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Times(monkeypatch, [1, 3], [1, 3])
     callback = Rebalance(threshold=0.5)

@@ -78,6 +78,46 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
     pipeline.close()
 
 
+@pytest.mark.parametrize("side", [False, True])
+@pytest.mark.parametrize("devices", DEVICES[1:])
+def test_chain_of_modules(devices: list[str], side: bool) -> None:
+    """What one returns comes into the next, and into the loss, by code on the caller's stream."""
+    model = nn.ModuleDict({"one": layers(), "between": nn.Linear(4, 8), "two": layers()}).double()
+    x = batch()
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        parts = dict(model.named_children())
+        first = parts["one"](x)
+        return (parts["two"](parts["between"](first).sin()) * first).mean()
+
+    expected = trained(loss_of, model, nn.Identity(), x)
+
+    n, stages = len(layers()), len(devices)
+    balance = [[n]] if stages == 1 else [[n - stages + 1, *[1] * (stages - 1)]]
+    pipeline = GPipe(
+        model,
+        balance * 2,
+        module=["one", "two"],
+        devices=devices,
+        chunks=2 * stages,
+        chained=True,
+        activation_checkpointing="except_last",
+    )
+    last = torch.device(devices[-1])
+    stream = torch.cuda.Stream(last) if side and last.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(last))
+    with torch.cuda.stream(stream):
+        step = partial(loss_of, model)
+        found = pipeline.by_micro_batch(step, x.to(last), around=model).loss
+        assert found is not None
+        found.backward()
+    torch.cuda.synchronize()
+
+    assert_same((found.detach(), gradients(model), {}), expected)
+    pipeline.close()
+
+
 # See test_current_stream_is_a_side_stream in test_cuda.py.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("devices", DEVICES)

@@ -29,6 +29,7 @@ from tests.support.lightning_modules import (
     trainer,
     weights,
 )
+from tests.support.processes import said
 from tests.support.ranks import Pool
 from tests.support.trainers import trainer_over
 from tests.support.two_stacks import Stacks, Translator
@@ -37,9 +38,8 @@ from tests.support.two_stacks import Stacks, Translator
 def strategy(balance: Any = None, **options: Any) -> GPipeStrategy:
     return GPipeStrategy(
         balance or [[1, 2], [2, 2]],
-        chunks=3,
         module=["layers.encoder", "layers.decoder"],
-        **options,
+        **{"chunks": 3, **options},
     )
 
 
@@ -294,14 +294,144 @@ def six() -> list[nn.Module]:
 
 # A loss for each micro-batch.
 
+CHAINED: dict[str, Any] = {
+    "1f1b": [[3], [4]],
+    "zero_bubble": [[3], [4]],
+    "zero_bubble_v": [[1, 2], [2, 2]],
+    "interleaved": [[1, 2], [2, 2]],
+}
+BLOCK = [[0, 5], [1, 4]]
+
+
+def chained(schedule: str, **options: Any) -> GPipeStrategy:
+    """A strategy that runs both stacks as a chain."""
+    balance, chunks = CHAINED[schedule], 2 if schedule == "interleaved" else 3
+    name = "1f1b" if schedule == "interleaved" else schedule
+    return strategy(balance, **{"schedule": name, "chunks": chunks, **options})
+
+
 AS_ONE = {"1f1b": [4, 4], "zero_bubble": [3, 5], "zero_bubble_v": [2, 2, 2, 2]}
 
 
-def test_several_modules_with_a_loss_for_each_micro_batch(tmp_path: Path) -> None:
-    """A step is suspended at its one call of one pipeline; which module to name is said."""
-    cure = "Name the one whose forward calls all of them, such as module='layers', or leave out"
-    with pytest.raises(ValueError, match=f"one module to run: got 2.*{cure}"):
-        fitted(tmp_path, strategy(schedule="1f1b"), build=Translator, devices=2)
+@pytest.mark.parametrize("schedule", CHAINED)
+def test_chain_of_two_stacks(tmp_path: Path, schedule: str) -> None:
+    """Also what is logged, and the first batch is verified."""
+    plain = fitted(tmp_path, build=Translator)
+
+    piped = fitted(tmp_path, chained(schedule, verify=True), build=Translator, devices=2)
+
+    assert_same_weights(piped, plain)
+    torch.testing.assert_close(dict(piped.callback_metrics), dict(plain.callback_metrics))
+
+
+def test_chain_by_a_block_and_by_parameters(tmp_path: Path) -> None:
+    plain = fitted(tmp_path, build=Translator)
+    for balance, options in (([[3], [4]], {"schedule": BLOCK}), ("parameters", {"chunks": 2})):
+        made = strategy(balance, **{"schedule": "1f1b", **options})
+
+        piped = fitted(tmp_path, made, build=Translator, devices=2)
+
+        assert_same_weights(piped, plain)
+
+
+def test_networks_of_several_kinds_as_a_chain(tmp_path: Path) -> None:
+    plain = fitted(tmp_path, build=Built)
+    chain = GPipeStrategy(
+        [[1, 2], [1, 1]], chunks=2, module=["body", "head.stack"], schedule="1f1b"
+    )
+
+    piped = fitted(tmp_path, chain, build=Built, devices=2, accumulate_grad_batches=1)
+
+    assert_same_weights(piped, plain)
+
+
+def test_checkpoint_of_a_chain_is_plain_and_resumes(tmp_path: Path) -> None:
+    plain = fitted(tmp_path, build=Translator)
+    begun = fitted(tmp_path, chained("1f1b"), build=Translator, devices=2, max_epochs=2)
+    path = tmp_path / "half.ckpt"
+    begun.save_checkpoint(path)
+
+    resumed = fitted(
+        tmp_path, chained("zero_bubble_v"), build=Translator, devices=2, ckpt_path=path
+    )
+
+    loaded = Translator.load_from_checkpoint(path)
+    torch.testing.assert_close(dict(loaded.state_dict()), weights(begun))
+    assert_same_weights(resumed, plain)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"balance": [[1, 1, 1], [4]], "schedule": "zero_bubble"},
+            "zero_bubble.*a device for each stage: got 4",
+        ),
+        ({"balance": [[1, 2], [4]]}, "got 3 stages for 2 devices"),
+        ({"balance": [[3], [4]], "schedule": "zero_bubble_v"}, "two on each: got 2 stages"),
+    ],
+    ids=str,
+)
+def test_chains_that_do_not_fit(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fitted(tmp_path, strategy(**{"schedule": "1f1b", **options}), build=Translator, devices=2)
+
+
+def fit_chained(
+    root: Path, schedule: str, machines: tuple[int, int], replicas: int, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The parameters that are here after a fit of both stacks as a chain."""
+    torch.manual_seed(0)
+    model, made = Translator(), chained(schedule)
+    given = {
+        "chunks": made.options.chunks,
+        "module": made.options.module,
+        "schedule": made.options.schedule,
+    }
+    balance: Any = CHAINED[schedule]
+    trained = trainer_over(root, "per_stage", balance, {**given, **options}, machines, max_epochs=2)
+    trained.fit(model, datamodule=Halves(replicas))
+    return {name: x.detach() for name, x in model.named_parameters() if not x.is_meta}
+
+
+@pytest.mark.parametrize(
+    "schedule, options",
+    [
+        *((schedule, {}) for schedule in CHAINED),
+        *((schedule, {"replicas": 2}) for schedule in CHAINED),
+        ("zero_bubble_v", {"replicas": 2, "sharding": "parameters"}),
+    ],
+    ids=str,
+)
+def test_chain_over_processes(
+    tmp_path: Path,
+    two_ranks: Pool,
+    four_ranks: Pool,
+    schedule: str,
+    options: dict[str, Any],
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Translator()
+        trainer(tmp_path, max_epochs=2).fit(model, datamodule=Halves(1))
+    replicas = options.get("replicas", 1)
+    ranks, machines = (four_ranks, (4, 1)) if replicas > 1 else (two_ranks, (2, 1))
+
+    found = ranks.run(fit_chained, tmp_path, schedule, machines, replicas, options)
+
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+    for own in found:
+        torch.testing.assert_close(own, {name: parameters[name] for name in own})
+    assert set().union(*found) == parameters.keys()
+
+
+def test_outputs_of_a_chain_for_the_last_stage(tmp_path: Path, two_ranks: Pool) -> None:
+    for text in two_ranks.run(error_of_last_outputs, tmp_path):
+        assert "outputs='last' needs one pipelined module" in text
+
+
+def error_of_last_outputs(root: Path) -> str:
+    return said(lambda: fit_chained(root, "1f1b", (2, 1), 1, {"outputs": "last"}))
 
 
 @pytest.mark.parametrize("schedule", AS_ONE)

@@ -55,7 +55,7 @@ PROMISES = {
     "run/minibatch_run.py": "leaks loss_terms captured_tensors batch_edits",
     "run/guards/shared_objects.py": "side_channels",
     "run/guards/values_on_layers.py": "parameters_in_steps",
-    "run/micro_batch_losses/caller_task.py": "steps_that_fail steps_by_micro_batch",
+    "run/micro_batch_losses/caller_task.py": "steps_that_fail steps_by_micro_batch chains",
     "run/micro_batch_losses/coroutine.py": "steps_that_fail",
     "run/micro_batch_losses/losses.py": "steps_by_micro_batch steps_that_fail",
     "run/micro_batch_losses/outside_gradients.py": "parameters_in_steps",
@@ -63,7 +63,7 @@ PROMISES = {
     "parameters_in_steps memory_of_steps context_variables_in_steps leaks processes_that_draw "
     "steps_over_processes",
     "run/micro_batch_losses/user_step.py": "steps_that_fail steps_by_micro_batch "
-    "parameters_in_steps memory_of_steps steps_over_processes",
+    "parameters_in_steps memory_of_steps steps_over_processes chains",
     "run/stage.py": "state_of_layers interrupts partial_training",
     "run/stage_pass.py": "parameters_edited_in_forward batch_edits tools loss_terms skips leaks "
     "state_of_layers side_channels batch_dimension running_statistics hooks",

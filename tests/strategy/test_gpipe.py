@@ -78,8 +78,8 @@ def test_public_names() -> None:
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
             "microbatching=None, threads='auto', cores=None, split_backward=False, around='last', "
-            "folded=False, weights='device', offload_activations=False, sample=None, "
-            "optimizer=None, "
+            "chained=False, folded=False, weights='device', offload_activations=False, "
+            "sample=None, optimizer=None, "
             "owners=None, group=None, lost_after=None)",
         ),
     ],

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -54,9 +55,8 @@ class OwnerProcesses(Protocol):
     def undisturbed(self) -> AbstractContextManager[Any]:
         """A ``with`` block for code that looks at the modules: no worker uses them meanwhile."""
 
-    @property
-    def busy(self) -> bool:
-        """True if workers may use the modules while the calling code runs."""
+    def busy(self, j: int) -> bool:
+        """Return True if workers may use modules of stage ``j`` while the calling code runs."""
 
     def rehearse(self, j: int, compute: Callable[[], Any]) -> Any:
         """Compute a pytree in the process of stage ``j``, and return it in all processes.
@@ -81,6 +81,14 @@ class Frontend(ABC):
         self._module = model.get_submodule(path)
         self._prefix = f"{path}." if path else ""
         self._installed: InstalledForward | None = None
+        self._first, self._n = 0, 0
+
+    def place(self, first: int, n: int) -> None:
+        """Let its stages be those from ``first`` on in a pipeline of ``n``, for its next cut."""
+        self._first, self._n = first, n
+
+    def _placed(self, partitions: Iterable[Partition]) -> list[Partition]:
+        return [replace(each, index=self._first + each.index) for each in partitions]
 
     @property
     def owner(self) -> nn.Module:

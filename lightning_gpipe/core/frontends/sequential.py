@@ -61,8 +61,9 @@ class Layers(Frontend):
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         check_free(self._module, self._name)
         partitions = cut(self._module, balance, self._name, self._prefix)
-        self._program = chain(zip(x.layers, x.titles, strict=True) for x in partitions)
-        return partitions
+        program = chain(zip(x.layers, x.titles, strict=True) for x in partitions)
+        self._program = program.moved(self._first, self._n)
+        return self._placed(partitions)
 
     @property
     @override

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -67,6 +68,7 @@ class Layout:
         owners: The process of each worker, by its rank in the pipeline.
         everywhere: The parameters that are used around the stages too: each process has them.
         weights: Where the weights of the stages are between their uses, with their gradients.
+        starts: The first stage of each module, if several are a chain.
     """
 
     partitions: tuple[Partition, ...]
@@ -79,6 +81,7 @@ class Layout:
     rank: int = 0
     everywhere: tuple[nn.Parameter, ...] = ()
     weights: Weights = "device"
+    starts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if not self.owners:
@@ -124,6 +127,11 @@ class Layout:
     @property
     def n(self) -> int:
         return len(self.placement)
+
+    @property
+    def modules(self) -> list[range]:
+        """The stages of each module."""
+        return [range(*ends) for ends in pairwise([*self.starts, self.n])]
 
     def device_of(self, j: int) -> torch.device:
         return self.devices[self.placement[j]]

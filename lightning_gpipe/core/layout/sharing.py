@@ -7,7 +7,7 @@ device, its home, and stages on other devices follow it with copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def check_sharing(layout: Layout) -> None:
 
 
 def check_outside(
-    root: nn.Module, inner: nn.Module, layout: Layout, root_device: torch.device
+    root: nn.Module, inner: Collection[nn.Module], layout: Layout, root_device: torch.device
 ) -> None:
     """Refuse buffers of a stage that a module of ``root`` outside of ``inner`` has elsewhere."""
     owners = {
@@ -61,7 +61,7 @@ def check_outside(
         for buffer in layer.buffers()
     }
     faults = []
-    for path, module in root.named_modules(memo={inner}):
+    for path, module in root.named_modules(memo={*inner}):
         for name, buffer in module.named_buffers(path, recurse=False):
             j = owners.get(buffer)
             if j is not None and (layout.spread or layout.device_of(j) != root_device):
@@ -74,10 +74,10 @@ def check_outside(
         )
 
 
-def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of ``inner`` that modules outside of it have too."""
-    inside = set(inner.parameters())
-    outside = [module for _, module in root.named_modules(memo={inner})]
+def shared_with_outside(root: nn.Module, inner: Collection[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of ``inner`` modules that others have too."""
+    inside = {parameter for module in inner for parameter in module.parameters()}
+    outside = [module for _, module in root.named_modules(memo={*inner})]
     parameters = (p for module in outside for p in module.parameters(recurse=False))
     return list(dict.fromkeys(p for p in parameters if p in inside))
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch.distributed import ProcessGroup
@@ -29,6 +31,7 @@ from lightning_gpipe.core.layout import (
 from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.run import Threads
 from lightning_gpipe.core.schedules import folded, looped
 from lightning_gpipe.core.skip import routes_of, skips_of
@@ -44,6 +47,7 @@ def build(
     group: ProcessGroup | None,
     lost_after: timedelta | None,
     *,
+    chained: bool,
     folds: bool,
     microbatching: MicroBatching | None,
     deferred_batch_norm: bool,
@@ -54,9 +58,10 @@ def build(
 
     See :class:`~lightning_gpipe.GPipe` for the arguments; the ``settings`` are resolved.
     """
-    pairs = zip(modules, settings.balances, strict=True)
-    cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
-    workers_on = tuple(choose_devices(devices, *map(len, cuts)))
+    pairs = list(zip(modules, settings.balances, strict=True))
+    chains = [_Chain(each) for each in ([pairs] if chained else [[pair] for pair in pairs])]
+    sizes = [len(each.partitions) for each in chains]
+    workers_on = tuple(choose_devices(devices, *sizes))
     places = partial(
         Layout,
         (),
@@ -68,8 +73,8 @@ def build(
     )
     placing = folded if folds else looped
     layouts = [
-        _layout_of(piped, parts, places(placement=placing(len(parts), len(workers_on))))
-        for piped, parts in zip(modules, cuts, strict=True)
+        chain.layout(places(placement=placing(size, len(workers_on))))
+        for chain, size in zip(chains, sizes, strict=True)
     ]
     layout = layouts[0]
     check_cores(cores, layout.devices)
@@ -79,7 +84,7 @@ def build(
     connection = None
     if layout.spread:
         devices_here = dict(zip(layout.workers_here, layout.devices_here, strict=True))
-        names = [piped.name for piped in modules]
+        names = [each.name for each in chains]
         connection = join_processes(group, lost_after, names, devices_here)
     place_all(modules[0].root, layouts)
     workers = Workers(*layouts)
@@ -87,7 +92,7 @@ def build(
         Pipeline(
             layout,
             settings,
-            microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
+            microbatching=microbatching or Rows(at_least=max(map(rows_needed, chain.inner))),
             deferred_batch_norm=deferred_batch_norm,
             threads=threads,
             cores=cores,
@@ -95,27 +100,52 @@ def build(
             connection=connection,
             number=number,
         )
-        for number, (piped, layout) in enumerate(zip(modules, layouts, strict=True))
+        for number, (chain, layout) in enumerate(zip(chains, layouts, strict=True))
     ]
-    _attach_all(modules, pipelines)
+    _attach_all(chains, pipelines)
 
 
-def _layout_of(piped: PipedModule, partitions: Sequence[Partition], places: Layout) -> Layout:
-    """Lay out one module; the parameters that are used around its layers have their home there."""
+class _Chain:
+    """The modules of one pipeline, cut by a balance each: the stages of one after another's."""
+
+    def __init__(self, pairs: Sequence[tuple[PipedModule, Sequence[int]]]) -> None:
+        self.modules = [piped for piped, _ in pairs]
+        self.inner = [piped.module for piped in self.modules]
+        *starts, n = accumulate((len(balance) for _, balance in pairs), initial=0)
+        self._starts = tuple(starts)
+        self._cuts: list[list[Partition]] = []  # of each module
+        for (piped, balance), first in zip(pairs, starts, strict=True):
+            piped.frontend.place(first, n)
+            self._cuts.append(piped.frontend.partitions(balance))
+        self.partitions = [partition for cut in self._cuts for partition in cut]
+
+    @property
+    def name(self) -> str:
+        return " and ".join(piped.name for piped in self.modules)
+
+    def layout(self, places: Layout) -> Layout:
+        """Lay it out; the parameters that are used around its layers have their home there."""
+        root = self.modules[0].root
+        routes = [route for cut in self._cuts for route in _skip_routes(cut)]
+        layout = replace(places.recut(self.partitions, routes), starts=self._starts)
+        check_sharing(layout)
+        check_outside(root, self.inner, layout, layout.outside)
+        own = [parameter for piped in self.modules for parameter in piped.frontend.own]
+        return layout.with_everywhere([*own, *shared_with_outside(root, self.inner)])
+
+
+def _skip_routes(partitions: Sequence[Partition]) -> Sequence[Route]:
     layers = [layer for partition in partitions for layer in partition.layers]
     stage_of = stages_of_layers(partitions)
-    layout = places.recut(partitions, routes_of(skips_of(layers, stage_of), stage_of))
-    check_sharing(layout)
-    check_outside(piped.root, piped.module, layout, layout.outside)
-    shared = shared_with_outside(piped.root, piped.module)
-    return layout.with_everywhere([*piped.frontend.own, *shared])
+    return routes_of(skips_of(layers, stage_of), stage_of)
 
 
-def _attach_all(modules: Sequence[PipedModule], pipelines: Sequence[Pipeline]) -> None:
+def _attach_all(chains: Sequence[_Chain], pipelines: Sequence[Pipeline]) -> None:
     """Let calls of the modules run the pipelines, which have their observers together."""
-    for piped, pipeline in zip(modules, pipelines, strict=True):
+    for chain, pipeline in zip(chains, pipelines, strict=True):
         pipeline.engine.succeed(pipelines[0].engine)
-        piped.attach(pipeline)
+        for piped, stages in zip(chain.modules, pipeline.layout.modules, strict=True):
+            piped.attach(pipeline, stages)
 
 
 def recut(
@@ -164,18 +194,21 @@ def rebuild(
     modules: Sequence[PipedModule], balances: Sequence[Sequence[int]], *, move: bool = False
 ) -> None:
     """Make the programs and engines again, by balances, and move the layers if asked."""
-    layouts = []
-    for piped, balance in zip(modules, balances, strict=True):
-        old = piped.pipeline.layout
-        layout = _layout_of(piped, piped.frontend.partitions(balance), old)
+    pairs = list(zip(modules, balances, strict=True))
+    pipelines = list(dict.fromkeys(piped.pipeline for piped in modules))
+    chains, layouts = [], []
+    for pipeline in pipelines:
+        old = pipeline.layout
+        chain = _Chain([pair for pair in pairs if pair[0].pipeline is pipeline])
         homes = {parameter: old.homes[parameter] for parameter in old.everywhere}
-        layouts.append(layout.with_everywhere(homes).with_homes(homes))
+        chains.append(chain)
+        layouts.append(chain.layout(old).with_everywhere(homes).with_homes(homes))
     if move:
         place_all(modules[0].root, layouts)
     workers = Workers(*layouts)
-    for piped, layout in zip(modules, layouts, strict=True):
-        piped.pipeline.rebuild(layout, workers)
-    _attach_all(modules, [piped.pipeline for piped in modules])
+    for pipeline, layout in zip(pipelines, layouts, strict=True):
+        pipeline.rebuild(layout, workers)
+    _attach_all(chains, pipelines)
 
 
 def _idle(modules: Sequence[PipedModule]) -> bool:

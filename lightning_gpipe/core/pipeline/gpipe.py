@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from posixpath import commonpath
 from typing import Any, Literal
 
 import torch
@@ -79,13 +78,16 @@ class GPipe(StandIn):
             itself, unless the balance counts or names the layers of the nn.Sequential or
             nn.ModuleList with more than half of its parameters. Several paths, such as
             ``["encoder.block", "decoder.block"]``, are a pipeline each, over the same devices and
-            threads, with a balance for each.
+            threads, with a balance for each, or together a chain.
         devices: One device per worker, as strings or ``torch.device``. There may be fewer than
             stages: stage j is on device j mod d. None takes as many GPUs as divide the number of
             stages, or without a GPU one CPU thread for each stage.
         around: The stage whose device has the rest of the model, such as embeddings, norms and
             heads, and gets the outputs: ``"last"``, where a loss is computed without a copy, or
             ``"first"``. All of it is on one device.
+        chained: Whether several modules are one pipeline, with the stages of one after those of
+            another, in the order in which the model calls them. A schedule with a loss for each
+            micro-batch needs that.
         folded: Whether the stages go down the devices and back, two on each: stage j of 2d is on
             device j, from the d-th on on device 2d - 1 - j. For schedules in the form of a V.
         weights: The place of the stages' weights between their uses, with their gradients and the
@@ -163,6 +165,7 @@ class GPipe(StandIn):
         cores: int | None = None,
         split_backward: bool | Literal["auto"] = False,
         around: Around = "last",
+        chained: bool = False,
         folded: bool = False,
         weights: Weights | Literal["auto"] = "device",
         offload_activations: OffloadActivations | Literal["auto"] = False,
@@ -205,6 +208,7 @@ class GPipe(StandIn):
             owners,
             group,
             lost_after,
+            chained=chained,
             folds=folded,
             microbatching=microbatching,
             deferred_batch_norm=deferred_batch_norm,
@@ -225,7 +229,7 @@ class GPipe(StandIn):
 
     @property
     def _pipelines(self) -> list[Pipeline]:
-        return [piped.pipeline for piped in self.piped_modules]
+        return list(dict.fromkeys(piped.pipeline for piped in self.piped_modules))
 
     # The model is called.
 
@@ -278,8 +282,8 @@ class GPipe(StandIn):
             outcome.loss.backward()
 
         Args:
-            step: Gets a micro-batch; calls the model once, and returns the loss, a dict with it, or
-                None to skip the mini-batch.
+            step: Gets a micro-batch; calls the model once, or each of its chained modules once and
+                in order, and returns the loss, a dict with it, or None to skip the mini-batch.
             batch: The mini-batch: any pytree, cut like the model's input.
             schedule: ``"1f1b"``, with at most n - j micro-batches alive on stage j of n,
                 interleaved if devices have several stages; ``"zero_bubble"``, with at most n of
@@ -402,7 +406,7 @@ class GPipe(StandIn):
 
     @property
     def layouts(self) -> list[Layout]:
-        """The layout of each module."""
+        """The layout of each pipeline: of each module, or of a chain of them."""
         return [pipeline.layout for pipeline in self._pipelines]
 
     @property
@@ -426,7 +430,7 @@ class GPipe(StandIn):
 
         None until ``threads="auto"`` has chosen for mini-batches such as the latest one.
         """
-        return [pipeline.engine.found_way for pipeline in self._pipelines]
+        return [piped.pipeline.engine.found_way for piped in self.piped_modules]
 
     @property
     def timeline(self) -> Timeline | None:
@@ -445,9 +449,10 @@ class GPipe(StandIn):
 
         If the layers were measured, it has the predicted time and peak memory of each stage, too.
         """
-        mode, around = self.activation_checkpointing, self.layout.around
-        pairs = zip(self.profiles, self.balances, strict=False)  # none, unless measured
-        measured = [costs for pair in pairs for costs in stage_costs(*pair, mode, around)]
+        around, measured = self.layout.around, []
+        triples = zip(self.piped_modules, self.profiles, self.balances, strict=False)
+        for piped, profile, balance in triples:  # none, unless measured
+            measured += stage_costs(profile, balance, piped.activation_checkpointing, around)
         return stage_table(self.layouts, self._skip_bytes(), measured)
 
     def skip_layout(self) -> Table:
@@ -475,14 +480,12 @@ class GPipe(StandIn):
     @property
     def only(self) -> Pipeline:
         """The only pipeline; raises ValueError if there are several."""
-        if len(self.piped_modules) > 1:
+        if len(self._pipelines) > 1:
             paths = [piped.path for piped in self.piped_modules]
-            owner = commonpath([path.replace(".", "/") for path in paths]).replace("/", ".")
-            example = f", such as module={owner!r}," if owner else ""
             raise ValueError(
-                "a schedule with a loss for each micro-batch must have one module to run: got "
-                f"{len(paths)}, {', '.join(paths)}. Name the one whose forward calls all of them"
-                f"{example} or leave out schedule: fill-drain runs all."
+                "a schedule with a loss for each micro-batch must have one pipeline to run: got "
+                f"{len(paths)}, {', '.join(paths)}. Write chained=True, so that the stages of one "
+                "module come after those of another."
             )
         return self.piped_modules[0].pipeline
 

@@ -81,6 +81,7 @@ class MicroBatchStepping:
             pipeline.layout.placement,
             recomputed=pipeline.recomputed(m),
             split=pipeline.split_backward,
+            starts=pipeline.layout.starts,
         )
         loss, results = pipeline.engine.run_code(
             lambda i: step(pieces[i]),

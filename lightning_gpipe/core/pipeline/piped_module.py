@@ -23,6 +23,7 @@ from lightning_gpipe.core.layout import check_initialised, check_whole
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.profile import walk_program
 from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 # Called with a piped module, its program, the values of its inputs, and the number of chunks.
 Check = Callable[["PipedModule", Program, Sequence[Any], int | None], None]
@@ -32,9 +33,11 @@ class PipedModule:
     """A module that runs as a pipeline, at a path in the user's model; empty if it is the model.
 
     ``runs`` is the number of runs so far, and ``check`` is called before each if not None.
+    ``stages`` are those of the module in its pipeline.
     """
 
     pipeline: Pipeline
+    stages: range
 
     def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
         check_whole([(path, module)])
@@ -59,6 +62,12 @@ class PipedModule:
     def name(self) -> str:
         return f"{type(self.root).__name__}.{self.path}" if self.path else "module"
 
+    @property
+    def activation_checkpointing(self) -> ActivationCheckpointing:
+        """The mode of its own stages."""
+        mode, stages = self.pipeline.activation_checkpointing, self.stages
+        return mode if isinstance(mode, str | int) else mode[stages.start : stages.stop]
+
     def takes(self, balance: Sequence[Any]) -> bool:
         if all(isinstance(begin, str) for begin in balance):
             layers = {name for name, _ in self.module.named_children()}
@@ -66,8 +75,8 @@ class PipedModule:
         counts = [size for size in balance if isinstance(size, int)]
         return sum(self.frontend.in_units(counts)) == len(self.frontend.units)
 
-    def attach(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    def attach(self, pipeline: Pipeline, stages: range) -> None:
+        self.pipeline, self.stages = pipeline, stages
         self.frontend.install(self._run_program, pipeline.engine)
 
     def release(self) -> None:

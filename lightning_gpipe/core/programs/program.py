@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -76,18 +76,34 @@ class Part:
 class Program:
     """Steps in order of their calls, and the routes of values between their ``n`` stages.
 
-    ``inputs`` and ``outputs`` are the numbers of the values that the caller gives and gets.
+    ``inputs`` and ``outputs`` are the numbers of the values that the caller gives and gets;
+    ``stages`` are those of the module, all but in a chain of several modules.
     """
 
     def __init__(
-        self, steps: Sequence[Step], *, inputs: Sequence[int], outputs: Sequence[int], n: int
+        self,
+        steps: Sequence[Step],
+        *,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        n: int,
+        stages: range | None = None,
     ) -> None:
         self.inputs, self.outputs, self.n = tuple(inputs), tuple(outputs), n
+        self.stages = range(n) if stages is None else stages
         self._steps = sorted(steps, key=lambda step: step.stage)  # stable: in order within a stage
         self._makers = dict.fromkeys(self.inputs, CALLER) | {s.value: s.stage for s in steps}
         self._check()
         self._values = self._values_between()
         self.parts = tuple(self._part(j) for j in range(n))
+
+    def moved(self, first: int, n: int) -> Program:
+        """Return this program in stages from ``first`` on of a pipeline of ``n``; of its own, 0."""
+        if n in (0, self.n):
+            return self
+        steps = [replace(step, stage=step.stage + first) for step in self._steps]
+        stages = range(first, first + self.n)
+        return Program(steps, inputs=self.inputs, outputs=self.outputs, n=n, stages=stages)
 
     @property
     def first(self) -> tuple[int, ...]:

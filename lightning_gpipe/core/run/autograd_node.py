@@ -149,6 +149,7 @@ class StepOutputs:
 
     def __init__(self, outputs: FlatTree, sources: Iterable[Tensor], refusal: str) -> None:
         self._leaves = leaves = _Leaves.among([outputs])
+        self._sums: Gradients = [None] * len(leaves.places)
         self._backward = BackwardOnce(None, refusal, refusal)
         self.end: tuple[Tensor, Any] | None = None
         self.outputs = outputs
@@ -162,8 +163,17 @@ class StepOutputs:
         """Let a backward go through the outputs, once the caller's code has ended."""
         self._backward.compute = list  # nothing is behind the anchor
 
+    def add_up(self) -> None:
+        """Add the gradients of the latest backward, which another one may follow."""
+        gradients, self._backward.gradients = self._backward.gradients, ()
+        for k, gradient in enumerate(gradients):
+            if gradient is not None:
+                before = self._sums[k]
+                self._sums[k] = gradient if before is None else before + gradient
+
     def take_gradients(self) -> Gradients:
-        [gradients] = self._leaves.gradients(list(self._backward.run()))
+        self._backward.compute = None
+        [gradients] = self._leaves.gradients(self._sums)
         return gradients
 
 

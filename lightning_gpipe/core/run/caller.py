@@ -30,16 +30,24 @@ Sent = tuple[Action, FlatTree, Route | None]  # the action that gets it, a value
 
 
 class Caller:
-    """The caller's end of a pipeline, for one mini-batch."""
+    """The caller's end of a pipeline, for one mini-batch.
 
-    def __init__(self, program: Program, *, terms: bool = False) -> None:
+    ``stages`` are those that run between input and output: not all if others follow or come before
+    by other calls, whose ends of the pipeline these are then.
+    """
+
+    def __init__(
+        self, program: Program, stages: range | None = None, *, terms: bool = False
+    ) -> None:
         self._n = n = program.n
         self._program = program
+        stages = range(n) if stages is None else stages
+        self._enters, self._leaves = stages.start == 0, stages.stop == n
         # Whether the first stage takes the inputs as they are, and the last one gives the outputs.
         self._direct = program.first == program.inputs and not program.given
         self._gathers = program.outputs != program.parts[-1].gives
         self._terms = terms
-        of_terms = [term_route(j, n) for j in range(n)] if terms else []
+        of_terms = [term_route(j, n) for j in stages] if terms else []
         self._routes = (*program.returned, *of_terms)  # by which outputs come back
         self._structures: dict[int, Any] = {}  # of what came back for micro-batch i, if joined
 
@@ -53,13 +61,14 @@ class Caller:
         ways = [self._program.first, *[route.numbers for route in routes]]
         trees = [join([value_of[number] for number in numbers]) for numbers in ways]
         main, *others = handed(trees, [0, *[route.target for route in routes]])
-        yield to, main, None
+        if self._enters:
+            yield to, main, None
         for route, tree in zip(routes, others, strict=True):
             yield Action(Kind.FORWARD, i, route.target), tree, route
 
     def output(self, exchange: Exchange, i: int) -> FlatTree:
         end = Action(Kind.FORWARD, i, self._n)
-        output = exchange.receive(end)
+        output = exchange.receive(end) if self._leaves else FlatTree([])
         if not self._routes:
             return output
         joined = join([output, *(exchange.receive(end, route) for route in self._routes)])
@@ -72,14 +81,15 @@ class Caller:
             yield to, FlatTree(leaves), None
             return
         main, *others = parted(FlatTree(leaves, self._structures[i]), 1 + len(self._routes))
-        yield to, FlatTree(main.leaves), None
+        if self._leaves:
+            yield to, FlatTree(main.leaves), None
         for route, tree in zip(self._routes, others, strict=True):
             yield to._replace(j=route.source), FlatTree(tree.leaves), route
 
     def input_gradient(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
         """Receive the gradients of the leaves of micro-batch ``i``; ``x`` has their devices."""
         end = Action(Kind.BACKWARD, i, CALLER)
-        main = exchange.receive(end)
+        main = exchange.receive(end) if self._enters else FlatTree([])
         if self._direct:
             pairs = zip(main.leaves, x.leaves, strict=False)  # none, or one for each leaf
             return [None if leaf is None else leaf.to(device) for leaf, device in pairs]
@@ -123,7 +133,7 @@ class Caller:
         if not self._gathers:
             return main
         gives = self._program.parts[-1].gives
-        value_of = dict(zip(gives, parted(main, len(gives)), strict=True))
+        value_of = dict(zip(gives, parted(main, len(gives)), strict=True)) if gives else {}
         for route, tree in zip(self._program.returned, returned, strict=True):
             value_of |= zip(route.numbers, parted(tree, len(route.numbers)), strict=True)
         return join([value_of[number] for number in self._program.outputs])

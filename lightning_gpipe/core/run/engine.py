@@ -115,7 +115,10 @@ class Engine:
             self._workers_with_visits(layout),
         )
         self._side_channels = SideChannels(layout.partitions)
-        self._values_on_layers = ValuesOnLayers([stage.partition for stage in self.stages])
+        self._values_on_layers = [
+            ValuesOnLayers([here[j].partition for j in module if j in here])
+            for module in layout.modules
+        ]
         self._parameters = sum(
             parameter.numel()
             for partition in layout.partitions
@@ -221,11 +224,12 @@ class Engine:
             if self.ways is not None:
                 work = self._parameters / schedule.n
                 execution = self.ways.next(schedule, 1, schedule.m * schedule.n, work)
-            values = self._values_on_layers
             if self.at_last is not None:
                 self.at_last.begin_call()
                 schedule = schedule.caller_of(self.at_last.kinds)
-            code = UserStep(function, schedule.m, losses, context, outside, values)
+            values = self._values_on_layers
+            starts = self.layout.starts
+            code = UserStep(function, schedule.m, losses, context, outside, values, starts)
             minibatch = StepMiniBatch(
                 self._equipment,
                 schedule,
@@ -241,7 +245,8 @@ class Engine:
                 loss = self._side_channels.watch(minibatch.run)
             finally:
                 self.code = None
-                values.end()
+                for each in values:
+                    each.end()
         self._observe(minibatch.timeline)
         return loss, code.results
 
@@ -333,10 +338,9 @@ class Engine:
         """A ``with`` block in which no worker uses the modules, beside code that they run with."""
         return NOTHING if self.code is None else self.code.undisturbed
 
-    @property
-    def busy(self) -> bool:
-        """True if workers may use the modules while the calling code runs."""
-        return self.undisturbed is not NOTHING
+    def busy(self, j: int) -> bool:
+        """Return True if workers may use modules of stage ``j`` while the calling code runs."""
+        return self.code is not None and j in self.code.at_work
 
     @property
     def serial(self) -> int:

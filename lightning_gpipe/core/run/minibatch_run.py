@@ -6,7 +6,7 @@ calls. Both have the same context managers, random numbers, watches, passes and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -100,8 +100,7 @@ class MiniBatchRun:
         self.flags: bytes = b""
         self.by_caller: Callable[[], bool] | None = None
         self.passes: Sequence[StagePass] = ()
-        self._works: list[Work] = []
-        self._watches: list[RowWatch | None] = []
+        self._works: list[tuple[Work, RowWatch | None]] = []
         self.used_leaves = _NO_LEAVES
         self.agreement = Agreement(equipment.layout, schedule, label)
 
@@ -144,14 +143,28 @@ class MiniBatchRun:
         terms: bool = False,
     ) -> None:
         """Give the stages their parts of a program; with ``terms`` they collect loss terms."""
-        self._works = [Work(stage, program, terms=terms) for stage in self.equipment.stages]
+        stages = self.equipment.stages
+        self._works = self.works_of(stages, program, inputs, division, terms=terms)
+
+    def works_of(
+        self,
+        stages: Iterable[Stage],
+        program: Program,
+        inputs: FlatTree,
+        division: Callable[[], Division | None],
+        *,
+        terms: bool,
+    ) -> list[tuple[Work, RowWatch | None]]:
+        """Return the parts of stages, each with what notices in it layers that mix rows."""
         dims = tuple(leaf.dim() for leaf in inputs.leaves if isinstance(leaf, Tensor))
-        self._watches = [
-            stage.watches.begin((self.flags, inputs.spec, dims, work.signature), division)
-            if self.schedule.m > 1
-            else None
-            for stage, work in zip(self.equipment.stages, self._works, strict=True)
-        ]
+        works: list[tuple[Work, RowWatch | None]] = []
+        for stage in stages:
+            work, watch = Work(stage, program, terms=terms), None
+            if self.schedule.m > 1 and stage.partition.index in program.stages:
+                of_call = self.flags, inputs.spec, dims, work.signature
+                watch = stage.watches.begin(of_call, division)
+            works.append((work, watch))
+        return works
 
     def begin_passes(
         self, generators: SharedGenerators | None, values: Mapping[int, Tensor] | None = None
@@ -177,13 +190,13 @@ class MiniBatchRun:
         self.passes = [
             StagePass(
                 stage,
-                self._works[k],
+                self._works[k][0],
                 context,
                 recomputed[k],
                 self._randomness(generators, stage),
                 shadows[k],
                 self.used_leaves,
-                self._watches[k],
+                self._works[k][1],
                 split=self.schedule.split,
             )
             for k, stage in enumerate(stages)
@@ -208,7 +221,7 @@ class MiniBatchRun:
         context: Context,
         forward: Context | None = None,
         *,
-        told: bool = False,
+        told: Collection[int] = (),
     ) -> list[WorkerTask]:
         """Return each worker's task; with ``forward``, the caller's code runs in between."""
         layout = self.equipment.layout

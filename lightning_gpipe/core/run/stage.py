@@ -82,7 +82,7 @@ class Stage:
         self._times_copied = 0
         self.in_backward = False
         self.offloads = offloads if self.device != HOST else 0
-        self.last = j == layout.n - 1
+        self.last = j + 1 in {*layout.starts, layout.n}
         self.arriving: tuple[Route, ...] = layout.arriving(j)
         self.leaving: tuple[Route, ...] = layout.leaving(j)
         self.skip_bytes: dict[RouteName, int] = {}

@@ -8,6 +8,7 @@ that come and leave by routes are further inputs and outputs, joined with the ot
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from collections import defaultdict
 from itertools import repeat
@@ -69,6 +70,9 @@ class StagePass:
         recomputed: The micro-batches whose activations are dropped.
         watch: Notices layers that mix rows; None in most mini-batches.
         split: Whether backward leaves the gradients of the weights to an action of their own.
+
+    Attributes:
+        variables: The context variables in which it runs; None for those of the worker.
     """
 
     transfer: GradientTransfer | None = None
@@ -87,16 +91,13 @@ class StagePass:
         split: bool = False,
     ) -> None:
         self.stage = stage
-        self.works: dict[int, Work] = defaultdict(repeat(work).__next__)
         self.randomness = randomness
         self.shadows = shadows
         self.host = HostMemory(stage, shadows) if stage.has_visits else None
         self.statistics = stage.statistics()
         self._context = context
         self._recomputed = recomputed
-        self._watch = watch
-        # Whether a first forward needs no context manager but that of the shadows.
-        self._bare = not (randomness.private or self.statistics or watch or work.terms)
+        self.begin(work, watch)
         # Whether nothing but marked inputs is guarded; the caller must not find its own edited.
         self._marked = not (context.grad or stage.partition.index == 0)
         self._copies = bool(stage.followed)
@@ -108,6 +109,25 @@ class StagePass:
         self._latest: tuple[Any, Work, Behavior] | None = None  # of the latest structure of inputs
         self._left: list[tuple[Tensor, Tensor]] | None = None  # once the others were sent home
         self._differs: bool | None = None  # whether the state in backward differs from forward's
+
+    def begin(
+        self,
+        work: Work,
+        watch: RowWatch | None,
+        *,
+        variables: contextvars.Context | None = None,
+    ) -> None:
+        """Do this work, in context variables of its own call if that is not the first.
+
+        Called before its first inputs are sent.
+        """
+        self.works: dict[int, Work] = defaultdict(repeat(work).__next__)
+        self._watch = watch
+        # Whether a first forward needs no context manager but that of the shadows.
+        self._bare = not (self.randomness.private or self.statistics or watch or work.terms)
+        self.variables = variables
+        if variables is not None:
+            self._context = self._context._replace(variables=variables)
 
     def set_program(self, i: int, program: Program, *, terms: bool = False) -> None:
         """Let micro-batch ``i`` run another program; called before its inputs are sent."""
@@ -315,7 +335,7 @@ class StagePass:
         if work.terms:
             leaving.append(tree_flatten(terms))
         if leaving:
-            for route, (leaves, _) in zip(stage.leaving, leaving, strict=False):  # those of skips
+            for route, (leaves, _) in zip(work.skips_leaving, leaving, strict=False):
                 stage.skip_bytes[route.name] = sum(bytes_of(x) for x in leaves if x is not None)
             outputs = join([outputs, *leaving])
         return outputs

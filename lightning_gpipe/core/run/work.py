@@ -27,15 +27,17 @@ class Work:
     def __init__(self, stage: Stage, program: Program, *, terms: bool = False) -> None:
         j = stage.partition.index
         self._part = part = program.parts[j]
-        self.arriving = (*stage.arriving, *part.arriving)
+        own = j in program.stages  # else another module's, whose layers do not run
+        arriving, self.skips_leaving = (stage.arriving, stage.leaving) if own else ((), ())
+        self.arriving = (*arriving, *part.arriving)
         self.from_caller = CALLER in [route.source for route in self.arriving]
         of_terms = (term_route(j, program.n),) if terms else ()
-        self.leaving = (*stage.leaving, *part.leaving, *of_terms)
+        self.leaving = (*self.skips_leaving, *part.leaving, *of_terms)
         self.terms = terms
         self.signature = part.signature
         self._again = part.runs > 0  # so that a generated function pays
         part.runs += 1
-        self._skips = stage.skips
+        self._skips = own and stage.skips
         self._stage = stage
 
     def run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:

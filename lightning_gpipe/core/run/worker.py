@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from time import thread_time
 from typing import Any, ClassVar
@@ -61,7 +62,7 @@ class WorkerTask(RowTask):
         streams: The caller's streams, on which its layers compute.
         context: The caller's thread-local state, to run in.
         forward: The thread-local state of forwards, if the caller's code runs in between.
-        told: Whether the caller of this process says when it has prepared a micro-batch.
+        told: The stages that the caller tells when it has prepared a micro-batch.
         here: Whether the thread that performs it has this state and these streams already.
     """
 
@@ -76,7 +77,7 @@ class WorkerTask(RowTask):
         timeline: Timeline,
         *,
         forward: Context | None = None,
-        told: bool = False,
+        told: Collection[int] = (),
         here: bool = False,
     ) -> None:
         phase = exchange.phase
@@ -139,7 +140,7 @@ class WorkerTask(RowTask):
         run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
 
         value = exchange.receive(action)
-        if self._told and action.kind is Kind.FORWARD:
+        if action.kind is Kind.FORWARD and action.j in self._told:
             exchange.receive(action._replace(kind=Kind.PREPARE))
         work = stage_pass.works[action.i]
         arriving, leaving = work.arriving, work.leaving
@@ -147,6 +148,8 @@ class WorkerTask(RowTask):
             run, arriving, leaving = stage_pass.backward, leaving, arriving
         if arriving:
             value = join([value, *(exchange.receive(action, route) for route in arriving)])
+        if stage_pass.variables is not None:
+            run = partial(_run_in, stage_pass.variables.copy(), run)
         if self._profiled:
             run = partial(_within, _profiler_name(action), run)
         if self._forward is not None and action.kind is Kind.FORWARD:
@@ -167,6 +170,8 @@ class WorkerTask(RowTask):
         """Run an action without inputs from other stages or results for them."""
         stage_pass = self._passes[action.j]
         run = stage_pass.recompute if action.kind is Kind.RECOMPUTE else stage_pass.weights
+        if stage_pass.variables is not None:
+            run = partial(_run_in, stage_pass.variables.copy(), run)
         if self._profiled:
             run = partial(_within, _profiler_name(action), run)
         with self.using:
@@ -237,6 +242,10 @@ class _Holding:
     def __exit__(self, *error: Any) -> None:
         with self._lock:
             self._manager.__exit__(*error)
+
+
+def _run_in(variables: contextvars.Context, run: Callable[..., Any], *args: Any) -> Any:
+    return variables.run(run, *args)
 
 
 def _within(manager: Manager, run: Callable[..., Any], *args: Any) -> Any:

@@ -4,7 +4,8 @@ The name of a kind, the stage that needs its result and its own needs are data o
 the schedule, the simulator, the drawing, the worker and the transport read here.
 
 Throughout, i is one of m micro-batches and j one of n stages. The caller has the places before the
-first stage and after the last: -1 and n.
+first stage and after the last: -1 and n. Between two modules of a chain, the first with the stages
+up to j, it is at j.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ class Kind(Enum):
 
     FORWARD = "F", "forward", 1, (("F", -1), ("P", -1))
     RECOMPUTE = "R", "recompute", 0, (("F", 0),)
-    BACKWARD = "B", "backward", -1, (("P", 0), ("F", 0), ("R", 0), ("B", 1), ("L", 1))
+    BACKWARD = "B", "backward", -1, (("P", 0), ("F", 0), ("R", 0), ("B", 1), ("L", 1), ("C", 0))
     WEIGHTS = "W", "weights", 0, (("B", 0),)
-    PREPARE = "P", "prepare", 1, ()  # the caller's code up to its call of the pipeline
+    PREPARE = "P", "prepare", 1, (("F", 0),)  # the caller's code up to its call of a module
     LOSS = "L", "loss", -1, (("F", -1),)  # from the output to the loss, and the loss's backward
+    CODE = "C", "code", -1, (("B", 1),)  # backward through the caller's code between two modules
     GRADIENTS = "G", "gradients", 0, (("B", 0), ("W", 0)), 0  # the stage's, which go home
 
     def __init__(
@@ -69,7 +71,7 @@ class Action(NamedTuple):
 
     @property
     def by_caller(self) -> bool:
-        return self.j < 0 or self.kind is Kind.LOSS
+        return self.j < 0 or self.kind in (Kind.PREPARE, Kind.LOSS, Kind.CODE)
 
     def __str__(self) -> str:
         return f"{self.kind.letter}{self.i}"

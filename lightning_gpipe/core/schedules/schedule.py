@@ -21,6 +21,13 @@ and through the loss's backward (L), and backward through the code before the ca
     stage 1 | .  F0 B0 F1 B1 F2 B2 .
     caller  | P0 P1 L0 P2 L1 L2 B0 B1 B2
 
+If several modules are a chain, here of a stage each, its code between two of them is a P, too, and
+the backward through it a C::
+
+    stage 0 | F0 F1 .  B0 F2 B1 .  B2
+    stage 1 | .  F0 B0 F1 B1 F2 B2 .
+    caller  | P0 P1 P0 L0 P1 C0 P2 L1 C1 P2 B0 L2 C2 B1 B2
+
 Where the gradients of a stage do not stay in its process, as with replicas, they go home once they
 are complete, after its last backward (G), beside what is left of the schedule::
 
@@ -256,14 +263,17 @@ class Schedule:
             others = {*self.whole.caller}.difference(self.caller)
             yield from (a for a in self.whole._sequence_of(workers) if a not in others)
             return
-        ends = {(action.kind, action.i): k + 1 for k, action in enumerate(self.caller)}
+        ends = {action: k + 1 for k, action in enumerate(self.caller)}
+        calls = {action.j for action in self.caller if action.kind is Kind.PREPARE}
         begun = 0
         for action in self.interleaved:
             own, end = self.worker_of(action) in workers, 0
-            if action.kind is Kind.FORWARD and action.j == 0:
-                end = ends.get((Kind.PREPARE, action.i), 0)
-            elif action.kind is Kind.BACKWARD and own:
-                end = ends.get((Kind.LOSS, action.i), 0)
+            if action.kind is Kind.FORWARD:
+                end = ends.get(Action(Kind.PREPARE, action.i, action.j - 1), 0)
+            elif action.kind is Kind.BACKWARD and own and not action.by_caller:
+                later = min((j for j in calls if j >= action.j), default=self.n)
+                kind = Kind.LOSS if later == self.n else Kind.CODE
+                end = ends.get(Action(kind, action.i, later), 0)
             yield from self.caller[begun:end]
             begun = max(begun, end)
             if own:
@@ -272,7 +282,9 @@ class Schedule:
 
     def worker_of(self, action: Action) -> int:
         """The worker that runs an action; :attr:`workers` stands for the caller."""
-        return self.placement[action.j] if 0 <= action.j < self.n else self.workers
+        if action.by_caller or not 0 <= action.j < self.n:
+            return self.workers
+        return self.placement[action.j]
 
     def __str__(self) -> str:
         """Return a line for each stage, a column for each clock cycle, and the caller's actions."""
@@ -284,7 +296,7 @@ class Schedule:
         for j, worker in enumerate(self.placement):
             cells = ["."] * cycles
             for action, cycle in start.items():
-                if action.j == j:
+                if action.j == j and not action.by_caller:
                     cells[round(cycle)] = str(action)
             owner = f" (worker {worker})" if self.workers < self.n else ""
             row = " ".join(cell.ljust(width) for cell in cells)

@@ -113,8 +113,12 @@ def schedule_for(
     *,
     recomputed: int | tuple[int, ...] = 0,
     split: bool = False,
+    starts: tuple[int, ...] = (0,),
 ) -> Schedule:
-    """Return the schedule of ``m`` micro-batches, of which each stage recomputes the first ones."""
+    """Return the schedule of ``m`` micro-batches, of which each stage recomputes the first ones.
+
+    ``starts`` are the first stages of the modules in a chain, between which the caller's code runs.
+    """
     definition = definition_of(schedule)
     if isinstance(recomputed, int):
         recomputed = (recomputed,) * len(placement)
@@ -131,7 +135,7 @@ def schedule_for(
         rows = definition.rows(m, placement, recomputed)
     kind = ScheduleKind(schedule, split)
     if definition.by_micro_batch:
-        return with_caller(Schedule(m, placement, (rows,), kind=kind))
+        return with_caller(Schedule(m, placement, (rows,), kind=kind), starts)
     fill, drain = (
         tuple(tuple(a for a in row if (a.kind is Kind.FORWARD) == forward) for row in rows)
         for forward in (True, False)

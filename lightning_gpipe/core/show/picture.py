@@ -31,9 +31,11 @@ _COLORS = {
     Kind.WEIGHTS: "#f6cfa4",
     Kind.PREPARE: "#8a8a8a",
     Kind.LOSS: "#5b8c5a",
+    Kind.CODE: "#b59a3c",
     Kind.GRADIENTS: "#8d6fad",
 }
-_DARK = (Kind.FORWARD, Kind.BACKWARD, Kind.PREPARE, Kind.LOSS, Kind.GRADIENTS)  # with white labels
+# With white labels.
+_DARK = (Kind.FORWARD, Kind.BACKWARD, Kind.PREPARE, Kind.LOSS, Kind.CODE, Kind.GRADIENTS)
 _INCHES, _DPI = 12.8, 150  # the width of a slide: 1920 pixels
 _ROWS = 32  # with more, lanes are too narrow for text
 _NAMES = 24  # of workers, at most; more would overlap in a part of a figure

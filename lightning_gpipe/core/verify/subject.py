@@ -40,7 +40,7 @@ class VerifiedProgram:
         self._program = program
         if sequential is not None:
             self.kind, self.module = "layer", sequential
-            self.units = list(_layers(sequential, layout))
+            self.units = list(_layers(sequential, layout, program.stages))
             self._by_unit = chain([(unit.module, unit.title)] for unit in self.units)
         else:
             self.kind, self.module = "stage", nn.Module()
@@ -66,9 +66,9 @@ class VerifiedProgram:
         return [input] if len(self._program.inputs) == 1 else input
 
 
-def _layers(sequential: nn.Module, layout: Layout) -> Iterator[VerifiedUnit]:
+def _layers(sequential: nn.Module, layout: Layout, own: range) -> Iterator[VerifiedUnit]:
     assert isinstance(sequential, nn.Sequential)
-    stages = stages_of_layers(layout.partitions)
+    stages = stages_of_layers(layout.partitions[j] for j in own)
     for k, (name, layer) in enumerate(layers_of(sequential).items()):
         j = stages[k]
         kind, where = type(layer).__name__, f"stage {j}, {layout.where(j)}"

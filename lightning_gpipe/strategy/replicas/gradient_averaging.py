@@ -69,9 +69,8 @@ class GradientAveraging:
         return self._processes.options.divides_gradients or not self._accumulates
 
     def begin(self, pipelined: PipelinedModule) -> None:
-        modules = pipelined.modules
         self._early, self._synchronised = None, True
-        self._pipeline = modules[0].pipeline if len(modules) == 1 else None
+        self._pipeline = pipelined.single
         self._by_micro_batch = is_by_micro_batch(pipelined.schedule)
 
     def wrapped(self, module: LightningModule, around: Collection[nn.Parameter]) -> nn.Module:

@@ -65,12 +65,13 @@ class Sharding:
         across, groups = self._processes.across, self._processes.groups
         if across is None or groups is None or not self._of_parameters:
             return
-        if len(pipelined.modules) > 1:
+        pipeline = pipelined.single
+        if pipeline is None:
             raise ValueError(
-                "sharding='parameters' is for one pipelined module: got "
-                f"{len(pipelined.modules)}. Name one by module=..., or write sharding='gradients'."
+                "sharding='parameters' is for one pipeline: got "
+                f"{len(pipelined.modules)}. Name one by module=..., write sharding='gradients', or "
+                "a schedule with a loss for each micro-batch, under which they are one."
             )
-        pipeline = pipelined.modules[0].pipeline
         stages = divisible(module, pipeline.layout)
         parameters = list(chain.from_iterable(stages.values()))
         self.shares = shares = self.shares or Shares(across, pipelined.around())

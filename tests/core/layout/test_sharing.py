@@ -113,9 +113,9 @@ def test_buffer_shared_with_what_is_outside() -> None:
     root.head.inner.running_mean = root.layers[0].running_mean
     partitions = cut(root.layers, [1, 1])
 
-    check_outside(root, root.layers, lay_out(partitions, [CPU, CPU]), CPU)
+    check_outside(root, [root.layers], lay_out(partitions, [CPU, CPU]), CPU)
     with pytest.raises(ValueError, match=r"got head.inner.running_mean \(meta\) is in stage 0"):
-        check_outside(root, root.layers, lay_out(partitions, [CPU, META]), META)
+        check_outside(root, [root.layers], lay_out(partitions, [CPU, META]), META)
 
 
 def test_layer_used_outside_of_the_pipeline_too() -> None:
@@ -123,14 +123,14 @@ def test_layer_used_outside_of_the_pipeline_too() -> None:
     root.first = root.layers[0]
 
     with pytest.raises(ValueError, match="got first.running_mean .* first.running_var"):
-        check_outside(root, root.layers, lay_out(cut(root.layers, [1, 1]), [CPU, META]), META)
+        check_outside(root, [root.layers], lay_out(cut(root.layers, [1, 1]), [CPU, META]), META)
 
 
 def test_parameters_shared_with_what_is_outside() -> None:
     root = Root()
     root.head.inner.weight = root.layers[0].weight
 
-    (found,) = shared_with_outside(root, root.layers)
+    (found,) = shared_with_outside(root, [root.layers])
 
     assert found is root.layers[0].weight
 

@@ -9,7 +9,7 @@ P, L = Kind.PREPARE, Kind.LOSS
 def test_action_prints_its_letter_and_micro_batch() -> None:
     letters = [str(Action(kind, 3, 1)) for kind in Kind]
 
-    assert letters == ["F3", "R3", "B3", "W3", "P3", "L3", "G3"]
+    assert letters == ["F3", "R3", "B3", "W3", "P3", "L3", "C3", "G3"]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from random import Random
+from typing import get_args
 
 import pytest
 
 from lightning_gpipe.core.schedules.action import Action, Kind, successor
+from lightning_gpipe.core.schedules.caller_row import with_caller
 from lightning_gpipe.core.schedules.placement import folded, looped
 from lightning_gpipe.core.schedules.schedule import Schedule
-from lightning_gpipe.core.schedules.table import SCHEDULES, AnySchedule, ScheduleKind
+from lightning_gpipe.core.schedules.table import SCHEDULES, AnySchedule, ByMicroBatch, ScheduleKind
 from tests.support.blocks import drawn_block
 
 R, B, W = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS
@@ -203,3 +205,63 @@ def test_phase_ends_with_the_last_of_its_results_for_the_caller(every: Every) ->
             end = phase.last_result
             assert end.j in (-1, phase.n)
             assert end == [each for each in results if (each.kind, each.j) == (end.kind, end.j)][-1]
+
+
+# Chains of modules, between which the caller's code runs.
+
+
+@pytest.fixture(scope="module", params=[*get_args(ByMicroBatch), "blocks"])
+def chains(request: pytest.FixtureRequest) -> list[tuple[Schedule, Schedule, list[int]]]:
+    """The schedules of all small chains, those of their stages as one module, and the cuts."""
+    found = []
+    for schedule in BLOCKS[::9] if request.param == "blocks" else [request.param]:
+        for one, _, _ in small(schedule):
+            cuts = range(1, one.n)
+            for starts in [each for k in (1, 2) for each in combinations(cuts, k)]:
+                alone = Schedule(one.m, one.placement, one.phases)
+                found.append((with_caller(alone, (0, *starts)), alone, list(starts)))
+    return found
+
+
+Chains = list[tuple[Schedule, Schedule, list[int]]]
+
+
+def test_caller_does_everything_once_in_a_chain(chains: Chains) -> None:
+    for schedule, _, starts in chains:
+        did = [f"{action}@{action.j}" for action in schedule.caller]
+
+        expected = [
+            each
+            for i in range(schedule.m)
+            for each in (
+                *(f"P{i}@{j - 1}" for j in (0, *starts)),
+                *(f"C{i}@{j - 1}" for j in starts),
+                f"L{i}@{schedule.n}",
+                f"B{i}@-1",
+            )
+        ]
+        assert sorted(did) == sorted(expected)
+
+
+def test_caller_keeps_no_worker_of_a_chain_waiting(chains: Chains) -> None:
+    """If all actions take a clock cycle; whatever they take, all end."""
+    random = Random(0)
+    for schedule, alone, _ in chains:
+        drawn = {action: random.choice([0.5, 1.0, 4.0]) for action in alone.interleaved}
+
+        assert schedule.simulation.start.items() >= alone.simulation.start.items()
+        assert schedule.simulate(defaultdict(float, drawn).__getitem__).makespan > 0
+
+
+def test_processes_of_a_chain_run_code_before_what_needs_it(chains: Chains) -> None:
+    for schedule, _, _ in chains:
+        for workers in [*((w,) for w in range(schedule.workers)), tuple(range(schedule.workers))]:
+            ran: set[Action] = set()
+            for action in [each for _, row in schedule.turns_of(workers) for each in row]:
+                assert {each for each in schedule.needs(action) if each in schedule.caller} <= ran
+                ran.add(action)
+
+
+def test_processes_of_a_chain_that_meet_in_calls_end(chains: Chains) -> None:
+    for schedule, _, _ in chains:
+        assert spread(schedule, lambda _: 1.0, meet=True) > 0

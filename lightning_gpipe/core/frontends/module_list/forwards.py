@@ -47,7 +47,8 @@ class BlockCalls:
     """Receives the calls of the blocks of a pipeline, in order.
 
     ``owners`` are the modules from the model to the one that holds the blocks, ``title`` the name
-    of the nn.ModuleList in errors, ``processes`` those of the stages, if they have workers.
+    of the nn.ModuleList in errors, ``n`` the number of stages of the pipeline, and ``processes``
+    those of the stages, if they have workers.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class BlockCalls:
         blocks: Sequence[Block],
         owners: Sequence[nn.Module],
         title: str,
+        n: int,
         run: RunProgram,
         processes: OwnerProcesses | None = None,
     ) -> None:
@@ -62,7 +64,7 @@ class BlockCalls:
         self._rehearse = only_here if processes is None else processes.rehearse
         self._tell = (lambda error: None) if processes is None else processes.tell
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
-        self._stages = blocks[-1].stage + 1
+        self._n = n
         self._histories: dict[ForwardState, History] = {}
         self._caches = CacheRule(spread=processes is not None and processes.layout.spread)
         self._session = _Session()
@@ -110,7 +112,8 @@ class BlockCalls:
             if session.next == len(self._blocks):
                 session.recording = None  # the thread may begin another forward meanwhile
                 recording.check_states()
-                run_recorded(recording, self._run, self._stages)
+                stages = range(self._blocks[0].stage, block.stage + 1)
+                run_recorded(recording, self._run, stages, self._n)
                 self._ran = True
             return result
         except BaseException as error:
@@ -173,7 +176,7 @@ class BlockCalls:
         history = self._histories.setdefault(state, History())
         recording = LoopRecording(first, history, device, self._caches, state, self._rehearse)
         # Beside workers, which change modules too, the first micro-batch has been compared.
-        recording.compares = self._processes is None or not self._processes.busy
+        recording.compares = self._processes is None or not self._processes.busy(block.stage)
         session.recording, session.depth = recording, len(session.forwards)
         return recording
 

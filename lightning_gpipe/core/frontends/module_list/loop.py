@@ -73,7 +73,7 @@ class Loop(Frontend):
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         check_balance(balance, len(self._modules), self._title)
-        self._partitions = partitions_of(self._modules, self._names, balance)
+        self._partitions = self._placed(partitions_of(self._modules, self._names, balance))
         return self._partitions
 
     @override
@@ -84,11 +84,12 @@ class Loop(Frontend):
                 raise second_pipeline(name)
         devices = _devices(self._partitions, processes)
         self._blocks = [
-            Block(module, k, self._names[k], partition.index, devices[partition.index])
-            for partition in self._partitions
+            Block(module, k, self._names[k], partition.index, device)
+            for partition, device in zip(self._partitions, devices, strict=True)
             for k, module in zip(partition.indices, partition.layers, strict=True)
         ]
-        self._calls = calls = BlockCalls(self._blocks, self._owners, self._title, run, processes)
+        n = self._n or len(self._partitions)
+        self._calls = calls = BlockCalls(self._blocks, self._owners, self._title, n, run, processes)
         for block in self._blocks:
             block.install(calls.block)
         self._forwards = [

@@ -21,10 +21,13 @@ from lightning_gpipe.core.programs import Program, Step, Value
 _PROGRAMS = 8  # in memory of a tape: one for each choice of values that the forward keeps
 
 
-def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
-    """Run the program of a recording in n stages; its placeholders that are in use get values."""
+def run_recorded(recording: LoopRecording, run: RunProgram, stages: range, n: int) -> None:
+    """Run the program of a recording; its placeholders that are in use get values.
+
+    Its ``stages`` are among those of a pipeline of ``n``.
+    """
     wanted = {placeholder.number: placeholder for placeholder in recording.alive}
-    program = _program(recording, wanted, n)
+    program = _program(recording, wanted, stages, n)
     inputs = (recording.inputs[number] for number in program.inputs)
     arguments = [tensor if reading else whole(tensor) for tensor, reading in inputs]
     recording.remember()  # even if the outputs are for another process, and the code ends here
@@ -39,7 +42,9 @@ def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
         become(placeholder, merged.view_as(merged))  # autograd may have saved the tensor itself
 
 
-def _program(recording: LoopRecording, wanted: Mapping[int, Placeholder], n: int) -> Program:
+def _program(
+    recording: LoopRecording, wanted: Mapping[int, Placeholder], stages: range, n: int
+) -> Program:
     tape, single = recording.tape, recording.samples.single
     key = single, tuple(wanted)
     if key not in tape.programs:
@@ -55,7 +60,7 @@ def _program(recording: LoopRecording, wanted: Mapping[int, Placeholder], n: int
                 number = output
             outputs.append(number)
         inputs = list(recording.inputs)
-        program = Program(steps, inputs=inputs, outputs=outputs, n=n)
+        program = Program(steps, inputs=inputs, outputs=outputs, n=n, stages=stages)
         record(tape.programs, key, program, _PROGRAMS)
     return tape.programs[key]
 

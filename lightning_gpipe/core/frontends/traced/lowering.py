@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -41,6 +41,9 @@ class LoweredProgram:
 
     program: Program
     returned: Any
+
+    def moved(self, first: int, n: int) -> LoweredProgram:
+        return replace(self, program=self.program.moved(first, n))
 
     def __call__(self, run: Callable[..., list[Any]], arguments: Sequence[Any]) -> Any:
         values = dict(enumerate(arguments))

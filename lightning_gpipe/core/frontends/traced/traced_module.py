@@ -74,7 +74,7 @@ class TracedForward(Frontend):
         self._stage_modules = StageModules(self._graphs, own, self._prefix)
         for graph in self._graphs:
             lower(graph, self._stage_modules)  # refuses what cannot be cut there
-        return self._stage_modules.partitions
+        return self._placed(self._stage_modules.partitions)
 
     @override
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
@@ -117,7 +117,7 @@ class TracedForward(Frontend):
     ) -> LoweredProgram:
         check_constants(args, kwargs, tensors)
         graph = self._trace(kind)
-        program = lower(graph, self._stage_modules)
+        program = lower(graph, self._stage_modules).moved(self._first, self._n)
         assumed = AssumedAttributes(self._module, graph.whole, graph.reads)
         self._programs.add(kind, program, assumed, self._stage_modules.own.shared)
         return program

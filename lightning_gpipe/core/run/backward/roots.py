@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -131,7 +131,7 @@ def saved_by(node: Any) -> tuple[str, ...]:
 
 
 def graph_behind(
-    roots: Iterable[Root | None], *, until: Any = None
+    roots: Iterable[Root | None], *, until: Collection[Any] = ()
 ) -> tuple[list[Tensor], list[Any]]:
     """Return the leaves and the nodes behind ``roots``, without those behind ``until`` alone.
 
@@ -145,9 +145,9 @@ def graph_behind(
             leaves.append(root)
         elif root is not None:
             waiting.append(root.grad_fn if isinstance(root, Tensor) else root.node)
-    seen = {*waiting, until}
+    seen = {*waiting, *until}
     # An output may be there twice.
-    waiting = [node for node in dict.fromkeys(waiting) if node is not until]
+    waiting = [node for node in dict.fromkeys(waiting) if node not in until]
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import NOTHING, Context, add_note
-from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.run.backward.sums import Gradients
 from lightning_gpipe.core.run.caller import Caller, devices_of
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.observe.timeline import Timeline
@@ -29,13 +30,20 @@ def first_call(code: UserStep, timeline: Timeline) -> Call | None:
         raise
 
 
+class _Open(NamedTuple):
+    """A call whose backward has not come, and the devices of the leaves of its inputs."""
+
+    caller: Caller
+    input_devices: FlatTree
+
+
 class CallerTask(RowTask):
     """The caller's row, which runs while the workers run theirs.
 
     If it has no losses, the code ends at its calls. ``first`` is its call for the first
     micro-batch, at which it is suspended already. Micro-batches may have other programs, as where
-    only those with padding have a mask: ``set_program`` is called with the index, the program, and
-    whether it has loss terms, before the stages ``told`` may run it. ``at_last_loss`` is called
+    only those with padding have a mask: ``set_call`` is called with a call and the index of its
+    micro-batch, None for all, before the stages ``told`` may run it. ``at_last_loss`` is called
     after all losses.
     """
 
@@ -46,20 +54,19 @@ class CallerTask(RowTask):
         exchange: Exchange,
         context: Context,
         first: Call,
-        set_program: Callable[[int, Program, bool], None],
+        set_call: Callable[[Call, int | None], None],
         told: Collection[int] = (),
         at_last_loss: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(timeline.schedule.caller, exchange, context)
         self._run = timeline.run_by_caller
         self._code = code
-        self._first = first
-        self._set_program = set_program
+        self._first = {first.program.stages: first}  # of each module
+        self._set_call = set_call
         self._told = told
         self._goes_on = any(action.kind is Kind.LOSS for action in self.row)
         self._at_last_loss = at_last_loss
-        self._callers: dict[int, Caller] = {}
-        self._input_devices: dict[int, FlatTree] = {}
+        self._open: dict[int, list[_Open]] = defaultdict(list)
 
     @override
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
@@ -70,36 +77,52 @@ class CallerTask(RowTask):
         """Do nothing: it has ended when its run has failed."""
 
     def _prepare(self, action: Action) -> None:
-        i = action.i
-        call = self._run(action, self._code.prepare, i) if i else self._first
+        i, first = action.i, next(iter(self._first.values()))
+        if action.j != CALLER:
+            call = self._with_outputs(action, self._code.go_on)
+        else:
+            call = self._run(action, self._code.prepare, i) if i else first
         if call is None:
             raise call_missing(f"one for micro-batch 0, and none for micro-batch {i}")
-        if not call.alike(self._first):
-            self._set_program(i, call.program, call.terms)
-        for j in self._told:
+        stages = call.program.stages
+        if stages not in self._first:
+            self._first[stages] = call
+            self._set_call(call, None)
+        elif not call.alike(self._first[stages]):
+            self._set_call(call, i)
+        for j in filter(stages.__contains__, self._told):
             self._exchange.send(action._replace(j=j), FlatTree([]))
-        self._input_devices[i] = devices_of(call.inputs)
-        self._callers[i] = Caller(call.program, terms=call.terms)
+        caller = Caller(call.program, stages, terms=call.terms)
+        self._open[i].append(_Open(caller, devices_of(call.inputs)))
         send = self._exchange.send_as_told if call.told else self._exchange.send
-        for to, value, route in self._callers[i].input(i, call.inputs):
+        for to, value, route in caller.input(i, call.inputs):
             send(to, value, route)
         if not self._goes_on:
             self._code.leave(i)
 
     def _finish(self, action: Action) -> None:
-        i, caller = action.i, self._callers[action.i]
-        outputs = caller.output(self._exchange, i)
-        gradients = self._run(action, self._code.finish, i, outputs, caller.presented)
+        gradients = self._with_outputs(action, self._code.finish)
         if self._code.losses.complete:
             self._at_last_loss()
-        for to, value, route in caller.output_gradient(i, gradients):
-            self._exchange.send(to, value, route)
+        self._send_gradients(action.i, gradients)
 
     def _go_back(self, action: Action) -> None:
         i = action.i
-        caller = self._callers.pop(i)
-        gradients = caller.input_gradient(self._exchange, self._input_devices.pop(i), i)
-        self._run(action, self._code.go_back, i, gradients)
+        caller, devices = self._open[i].pop()
+        received = caller.input_gradient(self._exchange, devices, i)
+        gradients = self._run(action, self._code.go_back, i, received)
+        if self._open[i]:
+            self._send_gradients(i, gradients)
+
+    def _with_outputs(self, action: Action, run: Callable[..., Any]) -> Any:
+        """Run the code on with the outputs of its latest call."""
+        caller = self._open[action.i][-1].caller
+        outputs = caller.output(self._exchange, action.i)
+        return self._run(action, run, action.i, outputs, caller.presented)
+
+    def _send_gradients(self, i: int, gradients: Gradients) -> None:
+        for to, value, route in self._open[i][-1].caller.output_gradient(i, gradients):
+            self._exchange.send(to, value, route)
 
     @override
     def _describe(self, action: Action, error: BaseException) -> str:
@@ -108,6 +131,7 @@ class CallerTask(RowTask):
     _verbs = {  # noqa: RUF012
         Kind.PREPARE: _prepare,
         Kind.LOSS: _finish,
+        Kind.CODE: _go_back,
         Kind.BACKWARD: _go_back,
     }
 
@@ -115,12 +139,16 @@ class CallerTask(RowTask):
 _PARTS = {
     Kind.PREPARE: "training_step before its call of the pipeline",
     Kind.LOSS: "training_step after its call of the pipeline",
+    Kind.CODE: "backward of what training_step does between its calls of two modules",
     Kind.BACKWARD: "backward of what training_step does before its call of the pipeline",
 }
 
 
 def _description(action: Action, m: int) -> str:
-    return f"{_PARTS[action.kind]}, for micro-batch {action.i} of {m}"
+    part = _PARTS[action.kind]
+    if action.kind is Kind.PREPARE and action.j != CALLER:
+        part = "training_step between its calls of two modules"
+    return f"{part}, for micro-batch {action.i} of {m}"
 
 
 def call_missing(calls: str) -> RuntimeError:

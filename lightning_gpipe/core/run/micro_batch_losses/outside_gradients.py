@@ -56,23 +56,22 @@ class OutsideGradients:
         roots: Sequence[Root | None],
         gradients: Sequence[Tensor | None],
         *,
-        end: tuple[Tensor, Any] | None = None,
+        ends: Sequence[tuple[Tensor, Any]] = (),
         keep: Callable[[set[Any]], bool] = lambda nodes: False,
     ) -> None:
         """Run backward through the caller's graph of one micro-batch.
 
-        ``end`` is a leaf that backward must reach, and the node before it. ``keep`` tells from the
-        nodes of the graph whether another backward needs it.
+        ``ends`` are leaves that backward must reach, each with the node before it. ``keep`` tells
+        from the nodes of the graph whether another backward needs it.
         """
-        anchor, node = end or (None, None)
-        leaves, nodes = graph_behind(roots, until=node)
+        anchors, last_nodes = zip(*ends, strict=True) if ends else ((), ())
+        leaves, nodes = graph_behind(roots, until=last_nodes)
         if any(type(node).__name__ == REENTRANT for node in nodes):
             raise RuntimeError(
                 "checkpoint() around a pipeline must not be reentrant with a loss for each "
                 "micro-batch: got one with use_reentrant=True. Write use_reentrant=False."
             )
-        reached = leaves if anchor is None else [*leaves, anchor]
-        found = gradients_of(reached, roots, gradients, keep=keep(set(nodes)))
+        found = gradients_of([*leaves, *anchors], roots, gradients, keep=keep(set(nodes)))
         shadows, sums = [], []
         for leaf, gradient in zip(leaves, found, strict=False):
             if gradient is not None:

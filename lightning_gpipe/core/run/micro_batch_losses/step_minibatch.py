@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import Division
 from lightning_gpipe.core.faithful import Context, SharedGenerators, ThreadState, together
-from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.agreement import SharedErrors
 from lightning_gpipe.core.run.backward.sums import sum_gradients
 from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
@@ -161,9 +160,18 @@ class StepMiniBatch(MiniBatchRun):
                 raise call_missing(f"none for micro-batch 0, and one for micro-batch {i}")
             code.skip(i)
 
-    def _set_program(self, i: int, program: Program, terms: bool) -> None:
-        for stage_pass in self.passes:
-            stage_pass.set_program(i, program, terms=terms)
+    def _set_call(self, call: Call, i: int | None) -> None:
+        """Let the stages of a call run its program for micro-batch ``i``, for None by default."""
+        program, terms = call.program, call.terms
+        passes = [x for x in self.passes if x.stage.partition.index in program.stages]
+        if i is not None:
+            for each in passes:
+                each.set_program(i, program, terms=terms)
+            return
+        stages = [each.stage for each in passes]
+        works = self.works_of(stages, program, call.inputs, self._division, terms=terms)
+        for each, work in zip(passes, works, strict=True):
+            each.begin(*work, variables=call.variables)
 
     def _run_pipeline(self, first: Call, generators: SharedGenerators | None) -> None:
         layout = self.equipment.layout
@@ -177,9 +185,11 @@ class StepMiniBatch(MiniBatchRun):
         home = self.equipment.home
         self.transfer = None if home is None else home.begin()
         self.begin_backward(generators)
-        # On one thread the caller's row comes first anyway.
-        told = () if self.inline or not layout.spread else layout.stages_here
-        tasks = self.tasks(exchange, context.without_autocast(), context, told=bool(told))
+        # The others of this process get their first value from the caller, or from those told. On
+        # one thread the caller's row comes first anyway.
+        told = layout.stages_here if layout.spread else layout.starts[1:]
+        told = () if self.inline else told
+        tasks = self.tasks(exchange, context.without_autocast(), context, told=told)
         self._code.trained = [p for each in self.passes for p in each.shadows.parameters]
         self._code.undisturbed = together([task.using for task in tasks])
         caller_task = CallerTask(
@@ -188,7 +198,7 @@ class StepMiniBatch(MiniBatchRun):
             exchange,
             self._context,
             first,
-            self._set_program,
+            self._set_call,
             told,
             self._end_losses,
         )
