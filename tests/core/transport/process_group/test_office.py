@@ -2,6 +2,7 @@
 
 import json
 import threading
+import weakref
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.data import LEAF_SPEC, FlatTree
+from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.transport.process_group.office import Office
 from lightning_gpipe.core.transport.process_group.wire.channels import Channels
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
@@ -19,7 +22,7 @@ from lightning_gpipe.core.transport.process_group.wire.envelope import (
     seal,
 )
 from lightning_gpipe.core.transport.process_group.wire.links import Links
-from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode
+from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 from tests.support.faults import OwnError
 from tests.support.waiting import NEVER, PATIENCE, awaited
 
@@ -243,3 +246,36 @@ def test_heartbeat_of_hours_to_a_process_that_has_ended() -> None:
     beats.join(PATIENCE)
 
     assert not beats.is_alive()
+
+
+class ForgettingGroup(PlayedGroup):
+    """All that it is given to send is sent at once, and it keeps nothing.
+
+    Attributes:
+        messages: Those that it was given, for as long as anybody else keeps them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(stopped=True)
+        self.messages: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        self.messages.add(tensors[0])
+        return Came()
+
+
+def test_copies_of_values_are_freed_after_their_phase() -> None:
+    """Once those of sixteen mini-batches were kept, so the heap grew by 67 MB."""
+    group: Any = ForgettingGroup()
+    links = Links(group, NOBODY, Channels(None, 0))
+    links.start()
+    for i in range(8):
+        value = FlatTree([torch.ones(1 << 16)], LEAF_SPEC)
+        links.post(2, Header(MessageCode.VALUES, 1), Mail(Action(Kind.FORWARD, i, 1), None, value))
+    assert len(group.messages) == 8
+
+    links.settle(lambda: None)
+
+    assert awaited(lambda: len(group.messages), 0) == 0
+    group.ended.set()
+    links.end()

@@ -36,6 +36,7 @@ _POLL = 0.2  # seconds
 _JOIN = 1.0  # the same, for a thread whose waits have ended
 _CONNECTING = 1.0  # the same, for another process that has been asked to connect
 _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
+_MOST_COPIED = 1 << 20  # the same in bytes: copies that live for long make the heap grow
 
 
 class Links:
@@ -146,7 +147,7 @@ class Links:
         """
         with self._lock:
             sends, self._sends = self._sends, []
-            copies = self._copies if len(self._copies) > _MOST_COPIES else []
+            copies = self._copies if _are_many(self._copies) else []
             self._copies = [] if copies else self._copies
         if copies:
             self._event(copies, all)  # nobody waits for it: the thread frees the copies
@@ -203,6 +204,10 @@ class Links:
         assert self._waiter is not None, "it was started"
         self._waiter.put(wait_for_all)
         return event
+
+
+def _are_many(copies: Sequence[PendingSend]) -> bool:
+    return len(copies) > _MOST_COPIES or sum(x.content.nbytes for x in copies) > _MOST_COPIED
 
 
 def _completes(send: PendingSend) -> bool:
