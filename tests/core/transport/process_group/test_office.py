@@ -4,6 +4,7 @@ import json
 import threading
 import weakref
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +22,7 @@ from lightning_gpipe.core.transport.process_group.wire.envelope import (
     open_message,
     seal,
 )
+from lightning_gpipe.core.transport.process_group.wire.link import PendingSend
 from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 from tests.support.faults import OwnError
@@ -277,5 +279,31 @@ def test_copies_of_values_are_freed_after_their_phase() -> None:
     links.settle(lambda: None)
 
     assert awaited(lambda: len(group.messages), 0) == 0
+    group.ended.set()
+    links.end()
+
+
+class Unread(Came):
+    """A send that another process does not read, until that is allowed."""
+
+    def __init__(self) -> None:
+        self.allowed = threading.Event()
+
+    def wait(self, timeout: timedelta) -> None:
+        self.allowed.wait(NEVER)
+
+
+def test_copies_that_a_process_does_not_read_hold_nobody_up() -> None:
+    group: Any = PlayedGroup(stopped=True)
+    links = Links(group, NOBODY, Channels(None, 0))
+    links.start()
+    unread, content = Unread(), torch.empty(1 << 21, dtype=torch.uint8)
+    links._copies = [PendingSend(unread, content, copied=True)]
+
+    for _ in range(2):  # also where they were waited for before
+        links._sends = [PendingSend(Came(), content, copied=False)]
+        links.settle(partial(pytest.fail, "it waits"))
+
+    unread.allowed.set()
     group.ended.set()
     links.end()

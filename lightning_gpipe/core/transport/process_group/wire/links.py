@@ -35,6 +35,7 @@ from lightning_gpipe.core.transport.threads import WorkerThread
 _POLL = 0.2  # seconds
 _JOIN = 1.0  # the same, for a thread whose waits have ended
 _CONNECTING = 1.0  # the same, for another process that has been asked to connect
+_SENT, _FREED = "gpipe-sent", "gpipe-freed"  # threads that wait for sends, and for those of copies
 _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
 _MOST_COPIED = 1 << 20  # the same in bytes: copies that live for long make the heap grow
 
@@ -52,7 +53,7 @@ class Links:
         self._lock = threading.RLock()
         self._sends: list[PendingSend] = []  # of memory that must stay unchanged
         self._copies: list[PendingSend] = []
-        self._waiter: WorkerThread | None = None
+        self._waiters: dict[str, WorkerThread] = {}
         self._earlier: list[WorkerThread] = []  # that may wait still
         self.near = [self._link_to(rank) for rank in self._tree.neighbours(self._rank)]
         for link in self.near:  # the parent first, so that no circle waits
@@ -65,8 +66,9 @@ class Links:
         return iter([*self._by_rank.values()])  # other threads may add some
 
     def start(self) -> None:
-        if self._waiter is None or not self._waiter.is_alive():
-            self._waiter = WorkerThread("gpipe-sent")
+        for name in (_SENT, _FREED):
+            if name not in self._waiters or not self._waiters[name].is_alive():
+                self._waiters[name] = WorkerThread(name)
         for link in self:
             link.start()
 
@@ -149,8 +151,8 @@ class Links:
             sends, self._sends = self._sends, []
             copies = self._copies if _are_many(self._copies) else []
             self._copies = [] if copies else self._copies
-        if copies:
-            self._event(copies, all)  # nobody waits for it: the thread frees the copies
+        if copies:  # nobody waits for these, also if a process does not read them
+            self._event(copies, all, _FREED)
         if sends:
             completed = self._event(sends, all)
             while not completed.wait(_POLL):
@@ -174,9 +176,9 @@ class Links:
                 abort_gloo(self._group, link.rank)
 
     def end(self, timeout: float = _JOIN) -> None:
-        """End the thread that waits for sends, or leave it to a later call, after :meth:`abort`."""
-        self._earlier += [] if self._waiter is None else [self._waiter]
-        self._waiter = None
+        """End the threads, or leave those that wait to a later call, after :meth:`abort`."""
+        self._earlier += self._waiters.values()
+        self._waiters = {}
         for waiter in self._earlier:
             waiter.end(timeout)
         self._earlier = [waiter for waiter in self._earlier if waiter.is_alive()]
@@ -192,7 +194,10 @@ class Links:
             self._copies += (send for send in sends if send.copied)
 
     def _event(
-        self, sends: Sequence[PendingSend], suffices: Callable[[list[bool]], bool]
+        self,
+        sends: Sequence[PendingSend],
+        suffices: Callable[[list[bool]], bool],
+        waiter: str = _SENT,
     ) -> threading.Event:
         """Return an event that is set after all sends, if their outcomes suffice."""
         event = threading.Event()
@@ -201,8 +206,7 @@ class Links:
             if suffices(list(map(_completes, sends))):
                 event.set()
 
-        assert self._waiter is not None, "it was started"
-        self._waiter.put(wait_for_all)
+        self._waiters[waiter].put(wait_for_all)
         return event
 
 
