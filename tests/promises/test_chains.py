@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -305,6 +306,14 @@ def in_turns(model: Model, x: Tensor) -> Tensor:
     return model.decoder(model.encoder(x)).mean()
 
 
+def hooked(model: Model, x: Tensor, *, output: bool) -> Tensor:
+    """A hook on what the decoder and the loss get: it would see two parts of the gradient."""
+    y = model.encoder(x)
+    y = y if output else y * 2
+    y.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model.decoder(y).mean() + y.mean()
+
+
 STEPS: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
     "another order": (
         lambda model, x: model.encoder(model.decoder(x)).mean(),
@@ -322,12 +331,14 @@ STEPS: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
         lambda model, x: in_turns(model, in_turns(model, x) + x),
         r"got a call of module\[0\] where its end is next",
     ),
+    "hook on an output": (partial(hooked, output=True), "a hook on a gradient must see all of it"),
+    "hook on an input": (partial(hooked, output=False), "a hook on a gradient must see all of it"),
 }
 
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("name", STEPS)
-def test_calls_that_a_chain_does_not_have(name: str, threads: bool) -> None:
+def test_steps_that_a_chain_does_not_have(name: str, threads: bool) -> None:
     step, message = STEPS[name]
     case = replace(TWO, kinds=("sequential", "sequential"), threads=threads)
     model = case.build()

@@ -280,6 +280,20 @@ def test_backward_of_a_step_is_not_under_autocast(pipe: Pipe) -> None:
     assert seen == [False] * 3
 
 
+def test_hook_on_a_value_that_goes_around_the_pipeline_too(pipe: Pipe) -> None:
+    """Once it was called for each of two parts of the gradient, silently."""
+    pipeline = pipe(perceptron(), mode="never")
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        y = x * scale
+        y.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return pipeline(y).mean() + y.mean()
+
+    with pytest.raises(RuntimeError, match="a hook on a gradient must see all of it"):
+        pipeline.by_micro_batch(step, rows(7))
+
+
 @with_and_without_threads
 def test_operations_of_stages_are_counted(pipe: Pipe) -> None:
     """A dispatch mode sees its own thread only, so that runs all stages."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from lightning_gpipe.core.data import FlatTree, copy_marks, requires_grad
-from lightning_gpipe.core.faithful import not_compiled
+from lightning_gpipe.core.faithful import has_hooks, not_compiled
 from lightning_gpipe.core.run.backward.roots import REENTRANT, is_leaf
 from lightning_gpipe.core.run.backward.sums import Gradients
 from lightning_gpipe.core.run.guards.lost_gradients import is_written
@@ -140,6 +140,13 @@ def leaves_around(loss: Tensor) -> list[Tensor] | None:
     return leaves if nodes == 1 else None
 
 
+HOOK_CALLED_TWICE = (
+    "a hook on a gradient must see all of it: got one on a value that goes into the pipeline, and "
+    "that training_step uses beside it, too, as in a residual connection. With a loss for each "
+    "micro-batch it would be called for each part. Write schedule='fill_drain'."
+)
+
+
 class StepOutputs:
     """The outputs of one micro-batch, in which the graph of the caller's code ends.
 
@@ -167,9 +174,15 @@ class StepOutputs:
         """Add the gradients of the latest backward, which another one may follow."""
         gradients, self._backward.gradients = self._backward.gradients, ()
         for k, gradient in enumerate(gradients):
-            if gradient is not None:
-                before = self._sums[k]
-                self._sums[k] = gradient if before is None else before + gradient
+            if gradient is None:
+                continue
+            before = self._sums[k]
+            if before is None:
+                self._sums[k] = gradient
+                continue
+            if has_hooks(self._leaves.of([self.outputs])[k]):
+                raise RuntimeError(HOOK_CALLED_TWICE)
+            self._sums[k] = before + gradient
 
     def take_gradients(self) -> Gradients:
         self._backward.compute = None

@@ -36,10 +36,11 @@ from lightning_gpipe.core.faithful import (
     RandomState,
     ThreadState,
     add_note,
+    has_hooks,
     together,
 )
 from lightning_gpipe.core.programs import Program
-from lightning_gpipe.core.run.autograd_node import StepOutputs
+from lightning_gpipe.core.run.autograd_node import HOOK_CALLED_TWICE, StepOutputs
 from lightning_gpipe.core.run.backward.roots import (
     Root,
     any_saved_before,
@@ -88,12 +89,16 @@ class Call(NamedTuple):
 
 
 class _GraphBefore(NamedTuple):
-    """The graph that the code made before a call, and the time before the code."""
+    """The graph that the code made before a call, and the time before the code.
+
+    ``hooked`` are the nodes of inputs with hooks on their gradients.
+    """
 
     roots: list[Root | None]
     leaves: list[Tensor]
     nodes: frozenset[Any]
     since: int
+    hooked: frozenset[Any]
 
 
 class UserStep:
@@ -261,7 +266,9 @@ class UserStep:
         kept = values.at_call(i, self._context.variables, call.variables)  # which stages use, too
         until = [node for _, node in self._ends(i)] if self._outputs[i] else ()
         leaves, nodes = graph_behind([*roots, *map(root_of, kept)], until=until)
-        self._before[i].append(_GraphBefore(roots, leaves, frozenset(nodes), since))
+        tensors = [x for x in call.inputs.leaves if isinstance(x, Tensor)]
+        hooked = frozenset(x.grad_fn for x in tensors if not x.is_leaf and has_hooks(x))
+        self._before[i].append(_GraphBefore(roots, leaves, frozenset(nodes), since, hooked))
         return call
 
     def _continue(
@@ -288,6 +295,8 @@ class UserStep:
     def _is_needed(self, i: int, nodes: set[Any]) -> bool:
         """Return whether another backward needs some of these nodes of micro-batch ``i``."""
         for before in self._before[i]:
+            if not before.hooked.isdisjoint(nodes):
+                raise RuntimeError(HOOK_CALLED_TWICE)
             if not before.nodes.isdisjoint(nodes):
                 return True
         return any_saved_before(nodes, self._before[i][0].since)
