@@ -120,7 +120,7 @@ def _reasons(trainer: Trainer, module: LightningModule, callback: Callback) -> l
         f"schedule={options.schedule!r}": options.schedule != "fill_drain",
         f"processes={options.processes!r}": options.processes != "single",
         f"replicas={options.replicas}": options.replicas > 1,
-        f"{len(pipeline.piped_modules)} pipelines": len(pipeline.piped_modules) > 1,
+        f"{len(pipeline.layouts)} pipelines": len(pipeline.layouts) > 1,
         f"{len(optimizers)} optimizers": len(optimizers) != 1,
         "LBFGS": any(isinstance(each, LBFGS) for each in optimizers),
         "hooks of the optimizer's step": any(

@@ -435,7 +435,7 @@ def refused(root: Path, build: Any, strategy: dict[str, Any]) -> str:
         (OwnPenalty, {}, "a process has the parameters that it uses"),
         (LateHook, {}, "a hook on the gradient of a parameter that replicas divide must be there"),
         (Averaging, {}, "a process has those of its share, with sharding='parameters'"),
-        (TwoModules, {"module": ["layers", "others"]}, "for one pipelined module"),
+        (TwoModules, {"module": ["layers", "others"]}, "for one pipeline"),
     ],
 )
 def test_what_is_refused(

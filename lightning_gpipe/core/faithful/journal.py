@@ -128,7 +128,8 @@ class Journal:
         if len(entries) <= length:
             return
         with self._lock:
-            for slots, name, old, _ in reversed(entries[length:]):
+            while len(entries) > length:
+                slots, name, old, _ = entries[-1]
                 if old is not ABSENT:
                     slots[name] = old
                 else:

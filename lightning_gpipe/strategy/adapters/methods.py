@@ -30,6 +30,7 @@ from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import in_layers
 
+_STEP = Strategy.training_step.__code__  # no layer calls it
 _NORM = r"grad_.+_norm_total"  # as Lightning names it, whose value is a tensor; ours is a float
 
 
@@ -47,7 +48,7 @@ class _GuardedLog:
         self._log = module.log
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if in_layers(outside=Strategy.training_step.__code__):
+        if in_layers(outside=_STEP):
             raise RuntimeError(
                 f"a layer of the pipeline must not call log: got log({name!r}) of "
                 f"{type(self._module).__name__}, which would log each micro-batch, and again when "

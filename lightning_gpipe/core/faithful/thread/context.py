@@ -120,6 +120,7 @@ class Context(NamedTuple):
         return missing
 
     def entered(self) -> Manager:
+        """Give the calling thread this state in a ``with`` block that it enters at once."""
         missing = self.missing()
         return LazyManagers(lambda: (make() for make in missing)) if missing else NOTHING
 
