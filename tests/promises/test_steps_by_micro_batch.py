@@ -294,6 +294,34 @@ def test_hook_on_a_value_that_goes_around_the_pipeline_too(pipe: Pipe) -> None:
         pipeline.by_micro_batch(step, rows(7))
 
 
+@pytest.mark.parametrize("threads", [False, True])
+def test_input_that_is_edited_before_it_is_recomputed_with(threads: bool) -> None:
+    """Once a V, which recomputes some time after the code has gone on, used the edited input."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    pipeline = GPipe(
+        layers,
+        [1] * 4,
+        devices=["cpu"] * 2,
+        folded=True,
+        chunks=4,
+        activation_checkpointing="always",
+        threads=threads,
+    )
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        y = x * scale
+        z = pipeline(y)
+        y.mul_(2)
+        return z.square().mean() + y.mean()
+
+    with pytest.raises(RuntimeError, match="must not be edited between a forward and its backward"):
+        pipeline.by_micro_batch(
+            step, torch.rand(8, 4, dtype=torch.float64), schedule="zero_bubble_v"
+        )
+    pipeline.close()
+
+
 @with_and_without_threads
 def test_operations_of_stages_are_counted(pipe: Pipe) -> None:
     """A dispatch mode sees its own thread only, so that runs all stages."""

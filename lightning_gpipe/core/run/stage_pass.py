@@ -48,7 +48,11 @@ from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
 from lightning_gpipe.core.run.divided_weights import with_values
 from lightning_gpipe.core.run.gradient_home import GradientTransfer
-from lightning_gpipe.core.run.guards.forbidden_edits import check_edits, check_unchanged
+from lightning_gpipe.core.run.guards.forbidden_edits import (
+    check_edits,
+    check_inputs_unchanged,
+    check_unchanged,
+)
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
 from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
 from lightning_gpipe.core.run.host.memory import HostMemory
@@ -164,6 +168,11 @@ class StagePass:
             sizes = _sizes(outputs, work)
             self._activations[i] = Activations(inputs, roots, saved, versions, sizes)
         return sent(outputs, self.stage.partition.index, work.leaving)
+
+    def check_inputs(self, i: int) -> None:
+        """Raise if the caller's code has edited an input that forward ``i`` is repeated with."""
+        if i in self._activations:
+            check_inputs_unchanged(self.stage, [self._activations[i]])
 
     def recompute(self, i: int) -> None:
         if i in self._activations:  # else nothing in it requires a gradient

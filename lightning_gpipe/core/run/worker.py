@@ -176,6 +176,8 @@ class WorkerTask(RowTask):
             run = partial(_within, _profiler_name(action), run)
         with self.using:
             start = self._now()
+            if self._beside_code and action.kind is Kind.RECOMPUTE:
+                stage_pass.check_inputs(action.i)
             run(action.i)
             self._record((self._w, action, start, self._now()))
 

@@ -69,6 +69,16 @@ def check_late_edit(error: RuntimeError, stage: Stage) -> None:
         ) from error
 
 
+def check_inputs_unchanged(stage: Stage, dropped: Collection[Activations]) -> None:
+    """Raise if a recomputation would not begin with what forward began with."""
+    if any(versions_in(each.inputs) != each.versions for each in dropped):
+        raise RuntimeError(
+            f"the input of {stage} must not be edited between a forward and its backward: got an "
+            "edit in place of a micro-batch, and its forward is yet to be recomputed. Edit a copy, "
+            "write the next batch after backward, or write activation_checkpointing='never'."
+        )
+
+
 def check_unchanged(
     stage: Stage,
     shadows: Shadows,
@@ -79,12 +89,7 @@ def check_unchanged(
     dropped = [each for each in activations if each.roots is None]
     if not dropped:
         return
-    if any(versions_in(each.inputs) != each.versions for each in dropped):
-        raise RuntimeError(
-            f"the input of {stage} must not be edited between a forward and its backward: got an "
-            "edit in place of a micro-batch, and its forward is yet to be recomputed. Edit a copy, "
-            "write the next batch after backward, or write activation_checkpointing='never'."
-        )
+    check_inputs_unchanged(stage, dropped)
     if shadows.edited:
         rule, cause = "parameters must not be edited", "an edit, such as an optimizer step"
     elif any(each.saved is not None and each.saved.buffers.lost for each in dropped):
