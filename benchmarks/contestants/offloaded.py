@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.contestants.task import Task
+from benchmarks.contestants.task import Task, stepping
 from benchmarks.harness import Contestant
 
 
@@ -42,26 +43,15 @@ def offloaded(task: Task, *, chunks: int, device: str, name: str) -> Iterator[Co
 
 
 def _training(task: Task, root: nn.Sequential, chunks: int, name: str) -> Contestant:
-    parameters = list(root.parameters())
-
-    def clear() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-
     def step() -> None:
-        clear()
+        root.zero_grad()
         rows = zip(task.x.chunk(chunks), task.target.chunk(chunks), strict=True)
         for i, (x, target) in enumerate(rows):
             root.set_requires_gradient_sync(i == chunks - 1)  # type: ignore[operator]
             (task.loss(root(x), target) / chunks).backward()
 
     def gradients() -> list[Tensor]:
-        step()
-        found = (parameter.grad for parameter in parameters)
-        return [
-            each.to_local() if isinstance(each, DTensor) else each
-            for each in found
-            if each is not None
-        ]
+        return [each.to_local() for each in whole.gradients() if isinstance(each, DTensor)]
 
-    return Contestant(name, step, gradients, clear=clear)
+    whole = stepping(name, step, list(root.parameters()))
+    return replace(whole, gradients=gradients)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,19 @@ def cut(plain: nn.Sequential, devices: list[str], **options: Any) -> GPipe:
     return GPipe(plain, balance, devices=devices, chunks=4, **options)
 
 
+@contextmanager
+def on_stream(device: torch.device, *, side: bool) -> Iterator[None]:
+    """The current stream of a device, or on a GPU one beside it, for which that one waits."""
+    if not side or device.type != "cuda":
+        yield
+        return
+    current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
 @pytest.mark.parametrize(
     "threads, side, mode",
     [(True, True, "always"), (False, True, "never")],
@@ -58,16 +72,11 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
     pipeline = cut(plain, devices, activation_checkpointing=mode, threads=threads)
     last = torch.device(devices[-1])
     around.to(last)
-    stream = torch.cuda.Stream(last) if side and last.type == "cuda" else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(last))
-    with torch.cuda.stream(stream):
+    with on_stream(last, side=side):
         step = partial(loss_of, pipeline)
         found = pipeline.by_micro_batch(step, x.to(last), around=around).loss
         assert found is not None
         found.backward()
-    if stream is not None:
-        torch.cuda.current_stream(last).wait_stream(stream)
     torch.cuda.synchronize()
 
     assert_same((found.detach(), gradients(plain), gradients(around)), expected)
@@ -104,10 +113,7 @@ def test_chain_of_modules(devices: list[str], side: bool) -> None:
         activation_checkpointing="except_last",
     )
     last = torch.device(devices[-1])
-    stream = torch.cuda.Stream(last) if side and last.type == "cuda" else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(last))
-    with torch.cuda.stream(stream):
+    with on_stream(last, side=side):
         step = partial(loss_of, model)
         found = pipeline.by_micro_batch(step, x.to(last), around=model).loss
         assert found is not None
