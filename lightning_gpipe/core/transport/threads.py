@@ -8,8 +8,9 @@ When the interpreter ends, Python before 3.14 ends a daemon thread that returns 
 unwinding its stack. Most functions of PyTorch release the interpreter's lock and take it again in a
 destructor, which must not be unwound: the process prints "terminate called without an active
 exception" and ends by SIGABRT, whatever its own error was. All threads of this package are daemons
-that call PyTorch. So the owner of a thread joins it before the interpreter ends, for some seconds
-at most. One that waits for longer, as for a store's answer, is stopped for good where it waits.
+that call PyTorch, except one that leaves other processes. So the owner of a thread joins it before
+the interpreter ends, for some seconds at most. One that waits for longer, as for a store's answer,
+is stopped for good where it waits.
 """
 
 from __future__ import annotations

@@ -211,6 +211,12 @@ class Office:
         """End for good, with the last pipeline or the process, so that nothing waits any more."""
         if self._process != os.getpid():
             return
+        if threading.current_thread() is threading.main_thread():
+            self._leave()
+        else:  # garbage is collected on any thread, also on one that this waits for; no daemon
+            threading.Thread(target=self._leave, name="gpipe-leave").start()
+
+    def _leave(self) -> None:
         error = getattr(sys, "last_value", None)  # it ends the process
         if error is not None:
             self.tell(error)

@@ -141,15 +141,12 @@ def test_process_that_leaves_waits_for_those_that_read_slowly(
     group: Any = PlayedGroup(stopped=True)
     office = Office(group, (4, 5, 6), timedelta(seconds=PATIENCE))
     office.listen()
-    leaving = threading.Thread(target=office.leave)
-    leaving.start()
+    threading.Thread(target=office.leave).start()
 
     assert not aborted.wait(0.5)
 
     group.ended.set()
-    leaving.join(PATIENCE)
-    assert not leaving.is_alive()
-    assert aborted.is_set()
+    assert aborted.wait(PATIENCE)
 
 
 class Came:
@@ -202,6 +199,67 @@ def test_process_that_has_closed_after_its_end_is_not_lost() -> None:
     office.close()
 
     assert [5] not in [ranks for ranks, _ in lost]
+
+
+class ClosingGroup(SpeakingGroup):
+    """The second process sends a heartbeat, then its end, and closes the connection at once."""
+
+    def __init__(self) -> None:
+        super().__init__(MessageCode.BEAT, json.dumps([{}, []]))
+        self._end, _ = seal(Header(MessageCode.END, 1, origin=1), b"")
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        if rank == 1 and self._receives == 1:
+            self._receives += 1
+            tensors[0][: len(self._end)] = self._end
+            return Came()
+        if rank == 1 and self._receives == 2:
+            raise RuntimeError("closed")
+        return super().recv(tensors, rank, tag)
+
+
+def test_last_message_of_a_process_that_has_closed() -> None:
+    """Once it was not read, and the process taken for lost, which aborted the user's collectives.
+
+    No receive can be posted any more when the message before it is read.
+    """
+    group: Any = ClosingGroup()
+    office = Office(group, (4, 5, 6), timedelta(seconds=NEVER))
+    lost: list[Any] = []
+    office.on_lost = lambda *loss: lost.append(loss)
+    office.listen()
+
+    assert awaited(lambda: office.absence() is not None or bool(lost), True)
+
+    assert lost == []
+    group.ended.set()  # the third ends too
+    office.close()
+
+
+def test_pipeline_that_is_freed_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it did not wait for this thread, so the other processes took its own for lost."""
+    place = "lightning_gpipe.core.transport.process_group"
+    monkeypatch.setattr(f"{place}.office.TELL_TIMEOUT", 0.05)
+    aborted, listening, freed = threading.Event(), threading.Event(), list[str]()
+    monkeypatch.setattr(f"{place}.wire.links.abort_gloo", lambda *_: aborted.set())
+    group: Any = SpeakingGroup(MessageCode.BEAT, json.dumps([{}, []]))
+    group.size = lambda: 2
+    office = Office(group, (4, 5), timedelta(seconds=NEVER))
+
+    def collect_garbage(rank: int) -> None:
+        listening.wait(PATIENCE)
+        freed.append(threading.current_thread().name)
+        office.leave()
+
+    monkeypatch.setattr(office, "on_message", collect_garbage)
+    office.listen()
+    listening.set()
+
+    assert not aborted.wait(0.5)
+
+    assert freed == ["gpipe-from-rank-1"]
+    group.ended.set()  # the other process ends too
+    assert aborted.wait(PATIENCE)
 
 
 def test_loss_that_another_connection_tells_of_a_process_that_is_heard() -> None:

@@ -246,10 +246,15 @@ class Link:
         return [self._send(piece, _TAG_AFTER, copied=copied) for piece in _pieces(content)]
 
     def _next_frame(self) -> Tensor:
+        if not self._receives:
+            self._receive_into(self._last_frame)
         work, frame = self._receives.popleft()
         work.wait(_PATIENCE)
         self._receiver.on_message(self.rank)
-        self._receive_into(self._last_frame)  # before this message is read: the next comes sooner
+        # Before this message is read: the next comes sooner. If the other process has closed the
+        # connection, its last message may be here all the same.
+        with suppress(RuntimeError):
+            self._receive_into(self._last_frame)
         self._last_frame = frame
         return frame
 
