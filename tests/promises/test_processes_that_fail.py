@@ -15,9 +15,12 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
-from torch.distributed import ProcessGroupGloo
 
 from lightning_gpipe import GPipe, OutOfStep, RankFailed
+from lightning_gpipe.core.transport.process_group.wire.connection import (
+    Connection,
+    ConnectionBroken,
+)
 from tests.support.faults import Fuse, OwnError, nothing, throw
 from tests.support.models import rows
 from tests.support.processes import layers, step
@@ -158,17 +161,16 @@ def send_to_one_that_is_lost() -> str:
     """What a step says in which rank 0 finds that as it sends."""
     pipeline = pipeline_of(layers())
     step(pipeline)
-    gloo: Any = ProcessGroupGloo  # the stubs have no send
-    send = gloo.send
+    send = Connection.send
 
-    def send_unless_ended(group: Any, tensors: Any, rank: int, tag: int) -> Any:
-        if rank == 1:
-            raise RuntimeError("Connection closed by peer")
-        return send(group, tensors, rank, tag)
+    def send_unless_ended(own: Connection, *parts: Any) -> Any:
+        if own._rank == 1:
+            raise ConnectionBroken("connection closed: Broken pipe")
+        return send(own, *parts)
 
     if torch.distributed.get_rank() != 0:
         return told(lambda: step(pipeline))
-    with patch.object(gloo, "send", send_unless_ended):
+    with patch.object(Connection, "send", send_unless_ended):
         return told(lambda: step(pipeline))
 
 
@@ -177,7 +179,9 @@ def test_process_that_is_lost_as_another_one_sends_is_named(three_ranks: Ranks) 
     three_ranks.start(send_to_one_that_is_lost)
 
     message = three_ranks.result(0)
-    assert message.startswith("RankFailed | rank 1 (stage 1) is lost: Connection closed by peer")
+    assert message.startswith(
+        "RankFailed | rank 1 (stage 1) is lost: connection closed: Broken pipe"
+    )
 
 
 def die(rank: int, how: int) -> str:

@@ -2,18 +2,15 @@
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
-from unittest.mock import patch
-
-from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.ledger import Failure
 from lightning_gpipe.core.transport.process_group.office import Office
-from lightning_gpipe.core.transport.process_group.wire import envelope, link
+from lightning_gpipe.core.transport.process_group.wire.connection import ConnectionBroken
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
 _CLOSED = None  # what the last receive gets
@@ -27,78 +24,75 @@ class Network:
     """
 
     def __init__(self) -> None:
-        self.queues: dict[tuple[int, int, int], SimpleQueue[Tensor | None]] = {}
+        self.queues: dict[tuple[int, int], SimpleQueue[bytes | None]] = {}
         self.messages: dict[int, Counter[tuple[MessageCode, int]]] = defaultdict(Counter)
         self.closed: set[int] = set()
         self.stopped: set[int] = set()
         self._lock = threading.Lock()
 
-    def queue(self, source: int, to: int, tag: int) -> SimpleQueue[Tensor | None]:
+    def queue(self, source: int, to: int) -> SimpleQueue[bytes | None]:
         with self._lock:
-            if (source, to, tag) not in self.queues:
-                self.queues[source, to, tag] = SimpleQueue()
+            if (source, to) not in self.queues:
+                self.queues[source, to] = SimpleQueue()
                 if {source, to} & self.closed:
-                    self.queues[source, to, tag].put(_CLOSED)
-            return self.queues[source, to, tag]
+                    self.queues[source, to].put(_CLOSED)
+            return self.queues[source, to]
 
     def close(self, rank: int) -> None:
         """Close all connections of a process, as its death does."""
         with self._lock:
             self.closed.add(rank)
-            for (source, to, _), queue in self.queues.items():
+            for (source, to), queue in self.queues.items():
                 if rank in (source, to):
                     queue.put(_CLOSED)
 
 
-class PlayedGroup:
-    """The process group of one process."""
+class PlayedSockets:
+    """The connections of one process."""
 
     def __init__(self, network: Network, rank: int, size: int) -> None:
-        self._network, self._rank, self._size = network, rank, size
+        self._network, self.rank, self.size = network, rank, size
 
-    def rank(self) -> int:
-        return self._rank
+    def connection(self, rank: int) -> "PlayedConnection":
+        return PlayedConnection(self._network, self.rank, rank)
 
-    def size(self) -> int:
-        return self._size
+    def connect(self, rank: int) -> None: ...
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> "Sent":
-        if {rank, self._rank} & self._network.closed:
-            raise RuntimeError("closed")
-        if not {rank, self._rank} & self._network.stopped:
-            code = MessageCode(int.from_bytes(tensors[0][:8].numpy().tobytes(), "little"))
-            self._network.messages[self._rank][code, rank] += 1
-            self._network.queue(self._rank, rank, tag).put(tensors[0].clone())
-        return Sent()
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> "Receive":
-        return Receive(self, self._network.queue(rank, self._rank, tag), tensors[0])
-
-    def time_out(self) -> None:
-        self._network.close(self._rank)
+    def abort(self) -> None:
+        self._network.close(self.rank)
 
 
-class Sent:
-    def wait(self, timeout: timedelta) -> None:
-        pass
+class PlayedConnection:
+    """A connection of process ``own`` with another one."""
 
+    waits = False
 
-class Receive:
-    """A receive; if it times out, all of its process end, as over Gloo."""
+    def __init__(self, network: Network, own: int, rank: int) -> None:
+        self._network, self._own, self._rank = network, own, rank
+        self._came = network.queue(rank, own)
+        self._rest = memoryview(b"")  # of the message that is read
+        self.established = threading.Event()
+        self.established.set()
 
-    def __init__(self, group: PlayedGroup, queue: SimpleQueue[Tensor | None], room: Tensor) -> None:
-        self._group, self._queue, self._room = group, queue, room
+    def send(self, small: Sequence[memoryview], large: Sequence[memoryview] = ()) -> None:
+        network, message = self._network, b"".join([*small, *large])
+        if {self._rank, self._own} & network.closed:
+            raise ConnectionBroken("closed")
+        if not {self._rank, self._own} & network.stopped:
+            code = MessageCode(Header.decode(memoryview(message)).code)
+            network.messages[self._own][code, self._rank] += 1
+            network.queue(self._own, self._rank).put(message)
 
-    def wait(self, timeout: timedelta) -> None:
-        try:
-            content = self._queue.get(timeout=min(timeout.total_seconds(), 1e6))
-        except Empty:
-            self._group.time_out()
-            raise RuntimeError("timed out") from None
-        if content is _CLOSED:
-            self._queue.put(_CLOSED)
-            raise RuntimeError("closed")
-        self._room[: len(content)] = content
+    def read(self, room: memoryview) -> None:
+        if not self._rest:
+            message = self._came.get()
+            if message is _CLOSED:
+                self._came.put(_CLOSED)
+                raise ConnectionBroken("closed")
+            self._rest = memoryview(message)
+        room[:], self._rest = self._rest[: len(room)], self._rest[len(room) :]
+
+    def close(self, why: str) -> None: ...
 
 
 class Recorder:
@@ -138,13 +132,12 @@ class Recorder:
 def offices(size: int, lost_after: timedelta) -> Iterator[tuple[Network, list[Office]]]:
     """A network and the offices of all processes, which end at the end."""
     network = Network()
-    with patch.object(link, "FRAME", 1 << 14), patch.object(envelope, "FRAME", 1 << 14):
-        groups: list[Any] = [PlayedGroup(network, rank, size) for rank in range(size)]
-        found = [Office(group, range(size), lost_after) for group in groups]
-        try:
-            yield network, found
-        finally:
-            for rank in range(size):
-                network.close(rank)
-            for office in found:
-                office.leave()
+    sockets: list[Any] = [PlayedSockets(network, rank, size) for rank in range(size)]
+    found = [Office(each, range(size), lost_after) for each in sockets]
+    try:
+        yield network, found
+    finally:
+        for rank in range(size):
+            network.close(rank)
+        for office in found:
+            office.leave()

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import Store
 
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.gossip import Gossip
@@ -32,6 +32,7 @@ from lightning_gpipe.core.transport.process_group.whereabouts import OWN, Waits,
 from lightning_gpipe.core.transport.process_group.wire.channels import Channels
 from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
+from lightning_gpipe.core.transport.process_group.wire.sockets import Sockets
 
 TELL_TIMEOUT = 5.0  # seconds
 _LINGER = 1.0  # the same from a loss on, so that others may read of it before this process ends
@@ -55,7 +56,7 @@ class Office:
     """Sends and receives for one process; made in all of them at once.
 
     Args:
-        group: The process group of the owners of the pipelines, for host tensors.
+        sockets: The connections of the owners of the pipelines.
         ranks: Their global ranks.
         lost_after: How long a process may be silent until it is lost.
         store: The store where GPUs of two processes find one another; None if no two will.
@@ -63,14 +64,14 @@ class Office:
 
     def __init__(
         self,
-        group: ProcessGroupGloo,
+        sockets: Sockets,
         ranks: Sequence[int],
         lost_after: timedelta,
         store: Store | None = None,
     ) -> None:
         self.ranks = ranks
         self._lost_after = lost_after
-        self._rank = group.rank()
+        self._rank = sockets.rank
         self._lock = threading.RLock()  # a garbage collection may close a pipeline
         self._process = os.getpid()
         self.ledger = Ledger()
@@ -93,7 +94,7 @@ class Office:
         self.on_lost: Callable[[Sequence[int], str], None] | None = None
         self.cause_of: Callable[[BaseException], BaseException] = lambda error: error
         self._channels = Channels(store, self._rank)
-        self.links = Links(group, self, self._channels)
+        self.links = Links(sockets, self, self._channels)
 
     def open(self) -> None:
         """Be ready for exchanges, until :meth:`pause` or :meth:`close`."""
@@ -202,9 +203,7 @@ class Office:
         self._wait(lambda: self._channels.finish(_POLL), deadline)
         self._tell_and_wait(header)
         self._wait(lambda: self.links.join(_POLL, but=self.ledger.lost_ranks), deadline)
-        if self.ledger.lost is None:
-            self.links.end(_POLL)
-        else:
+        if self.ledger.lost is not None:
             self._abort()
 
     def leave(self) -> None:
@@ -231,7 +230,6 @@ class Office:
         self._channels.abort()
         self.links.abort()
         self.links.join(TELL_TIMEOUT)
-        self.links.end()
         self._channels.join()
         self._user_collectives.join()  # see Note [Threads end before the interpreter]
 
@@ -246,12 +244,12 @@ class Office:
         return self._gossip.is_news((header.code, about), *when)
 
     def _spread(self, header: Header, text: str = "", *, but: int = -1) -> None:
-        self.links.spread(header, text, but={*self.ledger.lost_ranks, but})
+        self.links.tell(header, text, but={*self.ledger.lost_ranks, but})
 
     def _tell_and_wait(self, header: Header, text: str = "") -> None:
         deadline = time.monotonic() + TELL_TIMEOUT
-        told = self.links.over(self.links.tell(header, text, but=self.ledger.lost_ranks))
-        self._wait(lambda: told.wait(_POLL), deadline)
+        sends = self.links.tell(header, text, but=self.ledger.lost_ranks)
+        self._wait(lambda: all(send.wait(_POLL) for send in sends), deadline)
 
     def _wait(self, is_over: Callable[[], bool], deadline: float) -> None:
         while not is_over() and time.monotonic() < min(deadline, self._lost_at + _LINGER):
@@ -336,7 +334,7 @@ class Office:
                 self._heartbeat.excuse(rank)
                 if not self.ledger.record_end(rank, header.serial) and more:
                     with suppress(RuntimeError):  # it has not waited for the answer
-                        self.links.over(self.links[rank].tell(Header(MessageCode.ANSWER, 0)))
+                        self.links[rank].tell(Header(MessageCode.ANSWER, 0))
                     more = False
             if not more:
                 self.links[rank].rest()

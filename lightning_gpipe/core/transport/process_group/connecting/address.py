@@ -1,8 +1,8 @@
 """The address at which other processes reach this one.
 
-Gloo uses the address of the host's name, which is often a loopback address that other machines
-cannot reach. The right one is that of the interface that leads to MASTER_ADDR. On the machine that
-has that name itself, it is a loopback address, too; then the machine's only other address is right.
+That of the host's name is often a loopback address, which other machines cannot reach. The right
+one is that of the interface that leads to MASTER_ADDR. On the machine that has that name itself, it
+is a loopback address, too; then the machine's only other address is right.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"  # the environment variable
 _ON_DEMAND = "TORCH_GLOO_LAZY_INIT"  # the same
@@ -25,14 +22,17 @@ _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux, for IPv4
 _IPV6 = Path("/proc/net/if_inet6")
 
 
-def device_for() -> Any:
-    """Return Gloo's device for the user's interface, or the one that leads to the others."""
+def own_host() -> str:
+    """Return the address of the user's interface, or of the one that leads to the others."""
     if interface := os.environ.get(_VARIABLE):
-        return ProcessGroupGloo.create_device(interface=interface.split(",")[0], lazy_init=True)
-    if master := os.environ.get("MASTER_ADDR"):
-        with suppress(OSError):  # the name is unknown here
-            return ProcessGroupGloo.create_device(hostname=own_addresses(master)[0], lazy_init=True)
-    return ProcessGroupGloo.create_default_device(lazy_init=True)
+        name = interface.split(",")[0]
+        for each, address in addresses_of_interfaces():
+            if each == name:
+                return address
+        raise RuntimeError(f"{_VARIABLE} must name an interface with an address: got {name!r}")
+    with suppress(OSError):  # the name is unknown here
+        return own_addresses(os.environ.get("MASTER_ADDR") or socket.gethostname())[0]
+    return "127.0.0.1"
 
 
 @contextmanager

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
-    ProcessGroupGloo,
     Store,
     _get_default_store,
 )
 
 from lightning_gpipe.core.transport.interface import OutOfStep, RankFailed
-from lightning_gpipe.core.transport.process_group.connecting.address import device_for
+from lightning_gpipe.core.transport.process_group.connecting.address import own_host
 from lightning_gpipe.core.transport.process_group.connecting.gpus import GpuTable, over_nccl
 from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
     call_with_timeout,
@@ -32,10 +30,10 @@ from lightning_gpipe.core.transport.process_group.connecting.signed_store import
 from lightning_gpipe.core.transport.process_group.office import START, Office
 from lightning_gpipe.core.transport.process_group.requests import Requests
 from lightning_gpipe.core.transport.process_group.tree import Tree
+from lightning_gpipe.core.transport.process_group.wire.sockets import Sockets
 
 _LOST_AFTER = timedelta(seconds=30)
 _POLL = 0.1  # seconds
-_CONNECTS = 5  # how often Gloo tries to connect, for as long as its timeout each time
 
 
 def start_timeout(lost_after: timedelta | None) -> timedelta:
@@ -189,19 +187,15 @@ def _store_of(office: str | None = None) -> Store:
 
 
 def _new_office(store: Store, rank: int, peers: Peers) -> Office:
-    """Make an office over a group of its own over Gloo.
-
-    ``torch.distributed.new_group`` names a group by the number of earlier groups, in which ranks
-    may differ, or it waits for all processes, which may not come.
-    """
-    gloo: Any = ProcessGroupGloo  # the stubs have no options
-    options = gloo._Options()
-    options._timeout = peers.lost_after / _CONNECTS
-    options._devices = [device_for()]
+    """Make an office over connections of its own, which its ``store`` is for alone."""
+    addresses, size = PrefixStore("sockets", store), len(peers.ranks)
+    sockets: Sockets | None = None
     try:
-        group = ProcessGroupGloo(store, rank, len(peers.ranks), options)
-        return Office(group, peers.ranks, peers.lost_after, PrefixStore("channels", store))
-    except RuntimeError as error:
+        sockets = Sockets(addresses, rank, size, own_host(), peers.lost_after)
+        return Office(sockets, peers.ranks, peers.lost_after, PrefixStore("channels", store))
+    except (OSError, RuntimeError) as error:
+        if sockets is not None:
+            sockets.abort()
         seconds = peers.lost_after.total_seconds()
         raise RuntimeError(
             f"all processes of a pipeline must be connected within {seconds:g} s: rank {rank} "

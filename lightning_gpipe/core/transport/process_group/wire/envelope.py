@@ -1,16 +1,12 @@
 """One message: a header, and behind it as many small values as there are.
 
-A message costs two processes some system calls and a handover between threads each; copying some
-hundred kilobytes is little next to that. So the bytes of small tensors go with the header, and only
-large ones by themselves, straight from their memory. The results of a run, which the others need at
-its end only, go together::
+A message costs two processes some system calls and a handover between threads each. So the bytes of
+small tensors go with the header, and only large ones by themselves, to where they belong. The
+results of a run, which the others need at its end only, go together::
 
     header | size, body, small tensors | size, body, small tensors | ...
     large tensor
     large tensor
-
-The receiver cannot know the length of a message, so it receives into a frame that is long enough
-for most messages. Bytes that do not fit into a frame go like a large tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +14,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from lightning_gpipe.core.transport.process_group.wire.message import HEADER_SIZE, Header
+from lightning_gpipe.core.transport.process_group.wire.message import Header
 
-FRAME = 1 << 21  # bytes
-LARGE = 1 << 19  # bytes; a larger tensor goes by itself
+FULL = 1 << 20  # bytes; a message of more is not held back
+LARGE = 1 << 19  # the same; a larger tensor goes by itself
 
 _SIZE = struct.Struct("=q")  # of a body
 
@@ -47,38 +42,23 @@ class Envelope:
     @property
     def full(self) -> bool:
         """True if the message should go before more is added."""
-        return bool(self.large) or self._size > FRAME // 2
+        return bool(self.large) or self._size > FULL
 
-    def seal(self, header: Header) -> tuple[Tensor, Tensor | None]:
-        """Return the message, and its content apart if that does not fit into a frame."""
+    def seal(self, header: Header) -> list[memoryview]:
+        """Return the parts of the message; large tensors follow it."""
         return seal(header, *self._parts)
 
 
-def seal(header: Header, *content: bytes | memoryview) -> tuple[Tensor, Tensor | None]:
-    """Return a message of a header and any content, see :meth:`Envelope.seal`."""
-    size = sum(map(len, content))
-    first = header._replace(size=size).encode()
-    if len(first) + size > FRAME:
-        return _join(first), _join(*content)
-    return _join(first, *content), None
-
-
-def open_message(frame: Tensor, receive: Callable[[Tensor], None]) -> tuple[Header, memoryview]:
-    """Return the header and the content of a message; ``receive`` gets bytes that follow it."""
-    message = frame.numpy().data
-    header = Header.decode(message)
-    end = HEADER_SIZE + header.size
-    if end <= FRAME:
-        return header, message[HEADER_SIZE:end]
-    content = torch.empty(header.size, dtype=torch.uint8)
-    receive(content)
-    return header, content.numpy().data
+def seal(header: Header, *content: bytes | memoryview) -> list[memoryview]:
+    """Return a message of a header and any content, in parts."""
+    first = header._replace(size=sum(map(len, content))).encode()
+    return [memoryview(part) for part in (first, *content)]
 
 
 class Reader:
-    """Reads the values of a message, one after another; ``receive`` gets bytes that follow it."""
+    """Reads the values of a message, one after another; ``receive`` fills large tensors."""
 
-    def __init__(self, content: memoryview, receive: Callable[[Tensor], None]) -> None:
+    def __init__(self, content: memoryview, receive: Callable[[memoryview], None]) -> None:
         self.tensors: list[Tensor] = []
         self._content = content
         self._receive = receive
@@ -93,7 +73,7 @@ class Reader:
 
     def fill(self, room: Tensor) -> None:
         if _is_large(room):
-            self._receive(room)
+            self._receive(room.numpy().data)
         else:
             room.numpy().data[:] = self._next(room.numel())
         self.tensors.append(room)
@@ -105,7 +85,3 @@ class Reader:
 
 def _is_large(content: Tensor) -> bool:
     return content.numel() > LARGE
-
-
-def _join(*parts: bytes | memoryview) -> Tensor:
-    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
