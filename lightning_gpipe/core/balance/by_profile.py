@@ -10,7 +10,11 @@ from lightning_gpipe.core.balance.costs import LayerCosts, Place, Transfer
 from lightning_gpipe.core.balance.profiles import ModelProfile
 from lightning_gpipe.core.balance.solver import solve_on
 from lightning_gpipe.core.layout import Around, layer_ranges
-from lightning_gpipe.core.schedules import ActivationCheckpointing, recomputed_by_stage
+from lightning_gpipe.core.schedules import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    recomputed_by_stage,
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ def recomputing(
 ) -> list[Place]:
     """Return the places with what their stages recompute, of which one micro-batch is alive."""
     m = profile.chunks
+    check_activation_checkpointing(mode, len(places))
     numbers = recomputed_by_stage(mode, m, len(places))
     return [
         replace(place, alive=max(m - k, min(1, k)), extra=k / m)

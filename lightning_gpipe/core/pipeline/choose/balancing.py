@@ -23,6 +23,7 @@ from lightning_gpipe.core.balance import (
 from lightning_gpipe.core.layout import Around, check_balance, check_enough_layers
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 # Numbers of units, the names of where stages begin, or what to go by.
 Balance = Sequence[int] | Sequence[str] | str
@@ -79,7 +80,11 @@ def balances_for(
         check_enough_layers(len(piped.frontend.units), devices, piped.name)
         if balance not in places:
             places[balance] = _places(balance, measuring, -1 if around == "last" else 0)
-        costs, own = _unit_costs(balance, measuring, k, places[balance])
+        mode = measuring.activation_checkpointing
+        if isinstance(mode, list | tuple) and len(mode) > devices:  # of all stages of a chain
+            first = sum(map(len, sizes))
+            mode = mode[first : first + devices]
+        costs, own = _unit_costs(balance, measuring, k, places[balance], mode)
         sizes.append(solve_on(costs, own))
         if balance != "time":  # pipelines of a model run one after another, but are there at once
             pairs = zip(places[balance], costs.of_stages(sizes[-1], own), strict=True)
@@ -88,12 +93,16 @@ def balances_for(
 
 
 def _unit_costs(
-    criterion: str, measuring: LayerMeasurement, k: int, places: Sequence[Place]
+    criterion: str,
+    measuring: LayerMeasurement,
+    k: int,
+    places: Sequence[Place],
+    mode: ActivationCheckpointing,
 ) -> tuple[LayerCosts, Sequence[Place]]:
     if criterion == "parameters":
         return LayerCosts(parameter_costs(measuring.modules[k].frontend.unit_modules)), places
     profile = measuring.profiles[k].with_states(measuring.states)
-    places = recomputing(places, profile, measuring.activation_checkpointing)
+    places = recomputing(places, profile, mode)
     if criterion == "time":
         return time_costs(profile, split=measuring.split), places
     saving = [replace(place, extra=place.alive) for place in places]

@@ -78,6 +78,39 @@ def test_backward_and_recomputation_count(clock: Clock) -> None:
     assert kept == [2, 1]
 
 
+class Two(nn.Module):
+    """Two modules of equal layers, of which the first computes in forward only."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        times = (4.0, 0.0), (0.0, 5.0), (0.0, 6.0)
+        self.a, self.b = (nn.Sequential(*(Takes(clock, *t) for t in times)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x))
+        return y
+
+
+def test_recomputation_in_each_stage_of_a_chain(clock: Clock) -> None:
+    """Once a list for all stages of a chain raised an error of zip."""
+    options: Any = {"module": ["a", "b"], "chained": True, "devices": ["cpu"] * 2, "chunks": 2}
+    options |= {"sample": batch(), "activation_checkpointing": [0, 0, 2, 2]}
+
+    model = GPipe(Two(clock), "time", **options)
+
+    # 4 + 5 | 6 and, with each forward twice, 8 | 5 + 6
+    assert model.balances == [[2, 1], [1, 2]]
+    model.close()
+
+
+@pytest.mark.parametrize("balance", ["time", "memory"])
+def test_recomputation_in_another_number_of_stages(clock: Clock, balance: str) -> None:
+    layers = nn.Sequential(*(Takes(clock, 1.0) for _ in range(4)))
+
+    with pytest.raises(ValueError, match=r"for each stage: got 1 number, \[2\], for 2 stages"):
+        GPipe(layers, balance, devices=["cpu"] * 2, sample=batch(), activation_checkpointing=[2])
+
+
 def test_what_is_around_does_not_count_for_time(clock: Clock) -> None:
     class Model(Looped):
         def forward(self, x: Tensor) -> Tensor:
