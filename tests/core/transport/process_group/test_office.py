@@ -1,11 +1,14 @@
 """What an office tells the others, over connections that the test plays."""
 
 import json
+import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +20,8 @@ from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.transport.process_group.office import Office
 from lightning_gpipe.core.transport.process_group.wire.channels import Channels
 from lightning_gpipe.core.transport.process_group.wire.connection import ConnectionBroken, Send
-from lightning_gpipe.core.transport.process_group.wire.envelope import LARGE, seal
+from lightning_gpipe.core.transport.process_group.wire.envelope import LARGE, Envelope, seal
+from lightning_gpipe.core.transport.process_group.wire.link import Link
 from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import (
     HEADER_SIZE,
@@ -280,13 +284,74 @@ def test_large_tensor_is_awaited_until_a_loss_is_known() -> None:
     checks = list[bool]()
 
     def check() -> None:
-        checks.append(pending.failed)
-        pending.end(failed=True)
+        checks.append(pending.failure is None)
+        pending.end("closed")
         if len(checks) == 2:
             raise OwnError("lost")
 
     with pytest.raises(OwnError, match="lost"):
         links.settle(check)
 
-    assert checks == [False, True]
+    assert checks == [True, False]
     sockets.ended.set()
+
+
+def test_large_tensor_that_fails_for_no_known_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be waited for without an end."""
+    monkeypatch.setattr(f"{Links.__module__}._POLL", 0.01)
+    sockets: Any = PlayedSockets(stopped=True)
+    links = Links(sockets, NOBODY, Channels(None, 0))
+    pending = Send([])
+    pending.end("connection closed: no route")
+    links._sends = [pending]
+
+    with pytest.raises(ConnectionBroken, match="no route"):
+        links.settle(lambda: None)
+
+
+def held(link: Link, header: Header, body: bytes) -> None:
+    link.post(header, body, [torch.ones(3, dtype=torch.uint8)], hold=True)
+
+
+@pytest.mark.parametrize("change", [{"to": 2}, {"origin": 1}, {"serial": 2}], ids=str)
+def test_values_for_others_go_apart(change: Any) -> None:
+    """Once they went by the header of the last of them, so its tree was that of all."""
+    sockets: Any = PlayedSockets(stopped=True)
+    link = Links(sockets, NOBODY, Channels(None, 0))[1]
+    header = Header(MessageCode.VALUES, 1)
+
+    for each, body in ((header, b"first"), (header, b"second"), (header._replace(**change), b"3.")):
+        held(link, each, body)
+    link.flush()
+
+    (_, one), (_, other) = sockets.sent.get(), sockets.sent.get()
+    assert b"first" in one and b"second" in one and b"3." in other
+    for each, message in ((header, one), (header._replace(**change), other)):
+        assert Header.decode(memoryview(message))._replace(size=0) == each
+
+
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_interrupt_while_a_value_is_held_back(moment: int) -> None:
+    """Once a part of it went with the values of the next run."""
+    sockets: Any = PlayedSockets(stopped=True)
+    link = Links(sockets, NOBODY, Channels(None, 0))[1]
+    codes, lines = {Link.post.__code__, Envelope.add.__code__}, 0
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += frame.f_code in codes and event == "line"
+        if lines == moment:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    with suppress(KeyboardInterrupt):
+        held(link, Header(MessageCode.VALUES, 1), b"old")
+    sys.settrace(before)
+    held(link, Header(MessageCode.VALUES, 2), b"new")
+    link.flush()
+
+    *_, (_, last) = [sockets.sent.get() for _ in range(sockets.sent.qsize())]
+    assert b"new" in last and b"old" not in last

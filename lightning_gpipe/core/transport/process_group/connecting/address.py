@@ -2,7 +2,8 @@
 
 That of the host's name is often a loopback address, which other machines cannot reach. The right
 one is that of the interface that leads to MASTER_ADDR. On the machine that has that name itself, it
-is a loopback address, too; then the machine's only other address is right.
+is a loopback address, too; then the machine's only other address is right. The variable by which
+users choose an interface for Gloo counts for all connections.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 def own_host() -> str:
     """Return the address of the user's interface, or of the one that leads to the others."""
-    if interface := os.environ.get(_VARIABLE):
-        name = interface.split(",")[0]
-        for each, address in addresses_of_interfaces():
-            if each == name:
-                return address
+    name = os.environ.get(_VARIABLE, "").split(",")[0]
+    addresses = addresses_of_interfaces() if name else []
+    for each, address in addresses:
+        if each == name:
+            return address
+    if addresses:
         raise RuntimeError(f"{_VARIABLE} must name an interface with an address: got {name!r}")
-    with suppress(OSError):  # the name is unknown here
-        return own_addresses(os.environ.get("MASTER_ADDR") or socket.gethostname())[0]
+    for host in filter(None, (os.environ.get("MASTER_ADDR"), socket.gethostname())):
+        with suppress(OSError):  # the name is unknown here
+            return own_addresses(host)[0]
     return "127.0.0.1"
 
 

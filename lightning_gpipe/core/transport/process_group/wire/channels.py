@@ -1,15 +1,15 @@
 """Channels between GPUs of two processes: tensors go straight from one to the other.
 
-Over Gloo, a tensor of a GPU would be copied to the host, once it is computed, and back in the other
-process. NCCL sends from GPU to GPU, on a stream, but its receiver must know what comes, and
+Over a socket, a tensor of a GPU would be copied to the host, once it is computed, and back in the
+other process. NCCL sends from GPU to GPU, on a stream, but its receiver must know what comes, and
 occupies the GPU until it does.
 
-So a value is announced over Gloo, with the form of each of its tensors, and their bytes follow on a
-channel: a communicator for one direction between two GPUs, made when it is first used. Both sides
-use it in the order of the announcements, and no receive waits for whatever comes next::
+So a value is announced over a socket, with the form of each of its tensors, and their bytes follow
+on a channel: a communicator for one direction between two GPUs, made when it is first used. Both
+sides use it in the order of the announcements, and no receive waits for whatever comes next::
 
     worker    compute | announce, send            keeps the tensor until the send has ended
-    Gloo                 header, form
+    socket               header, form
     NCCL                 bytes --------------+
     link                 allocate, receive, event -> inbox -> the receiver's stream waits for it
 

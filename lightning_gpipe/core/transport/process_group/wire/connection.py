@@ -28,15 +28,15 @@ class ConnectionBroken(RuntimeError):
 
 
 class Send:
-    """Bytes that the socket has not taken at once; ``failed`` once it will not."""
+    """Bytes that the socket has not taken at once; ``failure`` says why it never will."""
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self.parts = parts
-        self.failed = False
+        self.failure: str | None = None
         self._over = threading.Event()
 
-    def end(self, *, failed: bool) -> None:
-        self.failed = failed
+    def end(self, failure: str | None = None) -> None:
+        self.failure = failure
         self.parts = ()
         self._over.set()
 
@@ -56,7 +56,8 @@ class Connection:
         self._lock = threading.RLock()  # of what follows
         self._stream: socket.socket | None = None
         self._queue: deque[Send] = deque()  # the first is being sent
-        self._writer: threading.Thread | None = None  # while there is a queue
+        self._writes = False  # while there is a queue, and a thread that sends it
+        self._writer: threading.Thread | None = None
         self._error: str | None = None
         self.established = threading.Event()
         self._ahead = memoryview(b"")  # bytes that were read, and belong to what comes next
@@ -90,42 +91,46 @@ class Connection:
         """
         with self._lock:
             self.check()
+            send = Send([*small, *large])
             try:
-                rest = self._send_now(small, large)
-                return self._queue_up(rest, large) if rest else None
+                # Before a part of it is sent: a garbage collection may send more meanwhile.
+                self._queue.append(send)
+                if self._queue[0] is send:
+                    self._send_now(send)
+                self.check()
+                if not send.parts:
+                    self._queue.popleft()
+                    return None
+                apart = max(0, len(send.parts) - len(large))
+                send.parts = [memoryview(b"".join(send.parts[:apart])), *send.parts[apart:]]
+                self._send_queue()
             except BaseException as error:  # Ctrl-C too: what comes after a part would be misread
                 self.close(f"{error!r}")
                 raise
+        return send
 
-    def _send_now(
-        self, small: Sequence[memoryview], large: Sequence[memoryview]
-    ) -> Sequence[memoryview]:
-        """Send as much as the socket takes, and return the rest."""
-        parts = [*small, *large]
-        if self._stream is None or self._queue or not _AT_ONCE:
-            return parts
+    def _send_now(self, send: Send) -> None:
+        """Send as much as the socket takes, and keep the rest."""
+        if self._stream is None or not _AT_ONCE:
+            return
+        parts = send.parts
         try:
             sent = self._stream.sendmsg(parts[:_MOST_PARTS], (), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return parts
+            return
         except OSError as error:
             self.close(f"{error}")
-            raise ConnectionBroken(self._error) from error
+            return
         for k, part in enumerate(parts):
             if sent < len(part):
-                return [part[sent:], *parts[k + 1 :]]
+                send.parts = [part[sent:], *parts[k + 1 :]]
+                return
             sent -= len(part)
-        return ()
-
-    def _queue_up(self, rest: Sequence[memoryview], large: Sequence[memoryview]) -> Send:
-        apart = max(0, len(rest) - len(large))
-        send = Send([memoryview(b"".join(rest[:apart])), *rest[apart:]])
-        self._queue.append(send)
-        self._send_queue()
-        return send
+        send.parts = ()
 
     def _send_queue(self) -> None:
-        if self._writer is None and self._queue and self._stream is not None:
+        if not self._writes and self._queue and self._stream is not None:
+            self._writes = True
             name = f"gpipe-to-rank-{self._rank}"
             self._writer = threading.Thread(target=self._write, name=name, daemon=True)
             self._writer.start()
@@ -138,7 +143,7 @@ class Connection:
         """Send the first of the queue, and keep nothing of it; return False if there is none."""
         with self._lock:
             if not self._queue:
-                self._writer = None
+                self._writes = False
                 return False
             parts, stream = self._queue[0].parts, self._stream
         assert stream is not None, "there is one before the thread"
@@ -149,7 +154,7 @@ class Connection:
             self.close(f"{error}")
         with self._lock:
             if self._error is None:
-                self._queue.popleft().end(failed=False)
+                self._queue.popleft().end()
         return True
 
     def read(self, room: memoryview) -> None:
@@ -184,7 +189,7 @@ class Connection:
                 return
             self._error = f"connection closed: {why}"
             for send in self._queue:
-                send.end(failed=True)
+                send.end(self._error)
             self._queue.clear()
             self.established.set()
             if self._stream is not None:

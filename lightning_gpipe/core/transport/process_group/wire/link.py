@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Protocol
 
 from torch import Tensor
@@ -102,10 +103,13 @@ class Link:
         """Send a header and a value; if ``hold``, with the next one or at :meth:`flush`."""
         with self._lock:
             first = self._envelope_header
-            same = first is None or (first.serial, first.label) == (header.serial, header.label)
-            sends = [] if same else self.flush()
-            self._envelope.add(body, tensors)
-            self._envelope_header = header
+            sends = [] if first is None or _go_together(first, header) else self.flush()
+            try:
+                self._envelope.add(body, tensors)
+                self._envelope_header = header
+            except BaseException:  # Ctrl-C: a part of a value must not go with the next one
+                self._envelope, self._envelope_header = Envelope(), None
+                raise
             return sends if hold and not self._envelope.full else sends + self.flush()
 
     def post_straight(self, header: Header, mail: Mail, ahead: Sequence[bytes] = ()) -> list[Send]:
@@ -197,3 +201,9 @@ class Link:
             if header.to == ALL:
                 self._receiver.relay(header, body, reader.tensors)
             self._receiver.deliver(self.rank, header, mail)
+
+
+def _go_together(one: Header, other: Header) -> bool:
+    """Return True if the values after two headers may go after one of them."""
+    compared = attrgetter("serial", "label", "origin", "to")
+    return bool(compared(one) == compared(other))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from lightning_gpipe.core.transport.process_group.wire.sockets import Sockets
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
 
 _POLL = 0.2  # seconds
+_CHECKS = 25  # for as many of these, until a failed send is an error of its own
 
 
 class Links:
@@ -124,11 +126,17 @@ class Links:
         for send in sends:
             while not send.wait(_POLL):
                 check()
-            while send.failed:  # why is known in a moment
-                check()
-                time.sleep(_POLL)
+            if send.failure is not None:
+                self._await_reason(send.failure, check)
         with suppress(ChannelAborted):  # the receiver knows of the loss
             self._channels.settle()
+
+    def _await_reason(self, failure: str, check: Callable[[], None]) -> NoReturn:
+        """Let ``check`` raise what is known of a failed send in a moment, or raise its error."""
+        for _ in range(_CHECKS):
+            check()
+            time.sleep(_POLL)
+        raise ConnectionBroken(failure)
 
     def join(self, timeout: float, *, but: Collection[int] = ()) -> bool:
         """Wait until nothing more is received from any process but some; return True if so."""

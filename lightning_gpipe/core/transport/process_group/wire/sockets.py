@@ -18,6 +18,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 
 from torch.distributed.distributed_c10d import Store
 
@@ -31,8 +32,9 @@ from lightning_gpipe.core.transport.process_group.wire.connection import (
 )
 
 _HELLO = struct.Struct("=q64s")  # of the process that dials: its rank, and the signature
-_GREETING = 2.0  # seconds that it may take for that
 _POLL = 0.05  # seconds
+_MOMENT = 0.001  # the same
+_DIALLING = 1.0  # the same, for one attempt
 _ENDED = "this process has ended it"
 
 
@@ -55,8 +57,9 @@ class Sockets:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(address, family=family)
         self._listener.settimeout(_POLL)
-        self._accepting = threading.Lock()
-        self._lock = threading.Lock()  # of what follows
+        self._accepting = threading.Lock()  # and what follows
+        self._guests: list[socket.socket] = []  # have dialled, and have not said who they are
+        self._lock = threading.RLock()  # of what follows; a garbage collection may abort
         self._connections: dict[int, Connection] = {}
         self._ended = False
         self._store.set(f"{rank}", f"{host} {self._listener.getsockname()[1]} {self._secret}")
@@ -78,10 +81,9 @@ class Sockets:
         """
         connection, deadline = self.connection(rank), time.monotonic() + self._timeout
         if not connection.established.is_set() and rank < self.rank:
-            self._establish(rank, self._dial(rank))
+            self._establish(rank, self._dial(rank, deadline))
         while not connection.established.is_set():
-            if time.monotonic() > deadline:
-                raise ConnectionBroken(f"it has not connected within {self._timeout:g} s")
+            self._check(deadline, "has not connected")
             if self._accepting.acquire(timeout=_POLL):
                 try:
                     self._accept()
@@ -97,48 +99,62 @@ class Sockets:
         for connection in connections:
             connection.close(_ENDED)
             connection.join()
-        with self._accepting:  # no thread is in a call of it
-            self._listener.close()
+        with self._accepting:  # no thread is in a call of them
+            for stream in (self._listener, *self._guests):
+                stream.close()
 
-    def _establish(self, rank: int | None, stream: socket.socket) -> None:
-        if rank is None or not self.connection(rank).establish(stream):
+    def _establish(self, rank: int, stream: socket.socket) -> None:
+        if not self.connection(rank).establish(stream):
             stream.close()
 
-    def _dial(self, rank: int) -> socket.socket:
-        host, port, secret = self._address(rank)
-        try:
-            stream = socket.create_connection((host, int(port)), self._timeout)
-            stream.sendall(_HELLO.pack(self.rank, _proof(secret, self.rank)))
-        except OSError as error:
-            raise ConnectionBroken(f"no connection to {host}:{port}: {error}") from error
-        return stream
+    def _check(self, deadline: float, what: str) -> None:
+        """Raise ConnectionBroken if this process has ended, or the deadline is over."""
+        if self._ended:
+            raise ConnectionBroken(f"connection closed: {_ENDED}")
+        if time.monotonic() > deadline:
+            raise ConnectionBroken(f"it {what} within {self._timeout:g} s")
 
-    def _address(self, rank: int) -> list[str]:
-        deadline = time.monotonic() + self._timeout
+    def _dial(self, rank: int, deadline: float) -> socket.socket:
         while (entry := self._store.get(f"{rank}")) is None:
-            if self._ended or time.monotonic() > deadline:
-                raise ConnectionBroken(f"it has given no address within {self._timeout:g} s")
+            self._check(deadline, "has given no address")
             time.sleep(_POLL)
-        return entry.split(" ")
+        host, port, secret = entry.split(" ")
+        while True:
+            try:
+                stream = socket.create_connection((host, int(port)), _DIALLING)
+                stream.sendall(_HELLO.pack(self.rank, _proof(secret, self.rank)))
+                return stream
+            except TimeoutError:
+                self._check(deadline, f"has not answered at {host}:{port}")
+            except OSError as error:
+                raise ConnectionBroken(f"no connection to {host}:{port}: {error}") from error
 
     def _accept(self) -> None:
-        """Establish one connection, if another process dials soon."""
-        with suppress(OSError):  # nobody does, or has closed it, or this process has ended
-            stream, _ = self._listener.accept()
-            self._establish(self._greeted(stream), stream)
+        """Wait a moment for processes that dial, and hear those that have."""
+        for stream in wait([self._listener, *self._guests], _POLL):
+            assert isinstance(stream, socket.socket), "all are"
+            with suppress(OSError):  # it was closed meanwhile
+                if stream is self._listener:
+                    self._guests.append(stream.accept()[0])
+                else:
+                    self._hear(stream)
 
-    def _greeted(self, stream: socket.socket) -> int | None:
-        """Return the rank of the process that has dialled; None for a stranger."""
-        stream.settimeout(_GREETING)
+    def _hear(self, guest: socket.socket) -> None:
+        """Establish the connection of one that has said who it is; close that of a stranger."""
         try:
-            hello = stream.recv(_HELLO.size, socket.MSG_WAITALL)
-        except OSError:  # it says nothing
-            return None
-        if len(hello) < _HELLO.size:
-            return None
-        rank, proof = _HELLO.unpack(hello)
+            hello = guest.recv(_HELLO.size, socket.MSG_PEEK)
+        except OSError:
+            hello = b""
+        if 0 < len(hello) < _HELLO.size:  # the rest is on its way
+            time.sleep(_MOMENT)
+            return
+        self._guests.remove(guest)
+        rank, proof = _HELLO.unpack(guest.recv(_HELLO.size)) if hello else (-1, b"")
         dials = self.rank < rank < self.size
-        return rank if dials and hmac.compare_digest(proof, _proof(self._secret, rank)) else None
+        if dials and hmac.compare_digest(proof, _proof(self._secret, rank)):
+            self._establish(rank, guest)
+        else:
+            guest.close()
 
 
 def _proof(secret: str, rank: int) -> bytes:

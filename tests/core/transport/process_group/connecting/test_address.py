@@ -97,3 +97,44 @@ def test_machine_that_has_ipv6_only(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     assert address.addresses_of_interfaces() == [("lo", "::1"), ("eth0", "fd00::2")]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR")
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth1,eth0", "MASTER_ADDR": "first"}, "10.0.1.1"),
+        ({"MASTER_ADDR": "first"}, "address of first"),
+        ({"MASTER_ADDR": "unknown"}, "address of own name"),
+        ({}, "address of own name"),
+    ],
+)
+def test_address_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    interfaces = [("eth0", "10.0.0.1"), ("eth1", "10.0.1.1")]
+    monkeypatch.setattr(address, "addresses_of_interfaces", lambda: interfaces)
+    monkeypatch.setattr(socket, "gethostname", lambda: "own name")
+
+    def own(host: str) -> list[str]:
+        if host == "unknown":
+            raise OSError
+        return [f"address of {host}"]
+
+    monkeypatch.setattr(address, "own_addresses", own)
+
+    assert address.own_host() == expected
+
+
+def test_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.setattr(address, "addresses_of_interfaces", lambda: [("eth0", "10.0.0.1")])
+
+    with pytest.raises(RuntimeError, match="must name an interface with an address: got 'eth9'"):
+        address.own_host()

@@ -1,8 +1,10 @@
 """Connections between processes, here of groups on threads of one; also ``wire/connection``."""
 
+import gc
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ from lightning_gpipe.core.transport.process_group.wire.sockets import _HELLO, So
 from tests.support.waiting import NEVER, PATIENCE, awaited
 
 LONG, FOREVER = timedelta(seconds=PATIENCE), timedelta(seconds=NEVER)
+THRESHOLDS = gc.get_threshold()
 MUCH = 1 << 25  # bytes, more than sockets take by themselves
 
 
@@ -87,7 +90,7 @@ def test_bytes_come_in_order(monkeypatch: pytest.MonkeyPatch, sender: int, at_on
 
         assert came.result(PATIENCE) == whole
         for send in sends:
-            assert send is None or (send.wait(PATIENCE) and not send.failed)
+            assert send is None or (send.wait(PATIENCE) and send.failure is None)
 
 
 def test_message_in_many_parts() -> None:
@@ -107,7 +110,7 @@ def test_two_send_more_at_once_than_sockets_take() -> None:
         with ThreadPoolExecutor(2) as pool:
             came = list(pool.map(lambda end: read(end, MUCH), ends))
         for k, send in enumerate(sends):
-            assert send is not None and send.wait(PATIENCE) and not send.failed
+            assert send is not None and send.wait(PATIENCE) and send.failure is None
             assert came[1 - k] == content(MUCH, k)
 
 
@@ -142,13 +145,40 @@ def test_what_is_sent_is_freed() -> None:
 def test_interrupt_while_a_part_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes after it would be misread: the other process learns that this one is lost."""
     with connected() as (first, second):
-        monkeypatch.setattr(first, "_queue_up", Mock(side_effect=KeyboardInterrupt))
+        monkeypatch.setattr(first, "_send_queue", Mock(side_effect=KeyboardInterrupt))
 
         with pytest.raises(KeyboardInterrupt):
             first.send([], [content(MUCH)])
 
         assert "KeyboardInterrupt" in error_of(lambda: first.send([content(1)]))
         assert "connection closed" in error_of(lambda: read(second, MUCH))
+
+
+class SendsWhenFreed:
+    """Garbage that sends when it is collected, as the end of a pipeline does."""
+
+    def __init__(self, end: Connection) -> None:
+        self.cycle = self
+        self.end = end
+
+    def __del__(self) -> None:
+        self.end.send([memoryview(b"C" * 64)])
+
+
+def test_garbage_that_is_collected_while_a_part_is_sent() -> None:
+    """Once its message came in the middle of the other one."""
+    with connected() as (first, second):
+        for turn in range(40):
+            gc.collect()
+            SendsWhenFreed(first)
+            gc.set_threshold(1 + turn)
+            try:
+                first.send([], [memoryview(b"x" * (MUCH // 4))])
+            finally:
+                gc.set_threshold(*THRESHOLDS)
+            gc.collect()
+
+            assert read(second, MUCH // 4 + 64).find(b"C" * 64) in (0, MUCH // 4)
 
 
 def test_sends_before_there_is_a_connection() -> None:
@@ -171,8 +201,8 @@ def _read(end: Connection) -> None:
 def _send(end: Connection) -> None:
     send = end.send([], [content(MUCH)])
     assert send is not None and send.wait(NEVER)
-    if send.failed:
-        end.check()
+    if send.failure is not None:
+        raise ConnectionBroken(send.failure)
 
 
 @pytest.mark.parametrize("waits", [_read, _send])
@@ -249,10 +279,7 @@ HELLOS: dict[str, Callable[[str], bytes]] = {
 
 
 @pytest.mark.parametrize("says", HELLOS.values(), ids=HELLOS)
-def test_stranger_that_connects(
-    monkeypatch: pytest.MonkeyPatch, says: Callable[[str], bytes]
-) -> None:
-    monkeypatch.setattr(f"{Sockets.__module__}._GREETING", 0.1)
+def test_stranger_that_connects(says: Callable[[str], bytes]) -> None:
     with two() as (first, second):
         stranger = socket.create_connection(first._listener.getsockname())
         stranger.sendall(says(first._secret))
@@ -262,8 +289,48 @@ def test_stranger_that_connects(
 
         first.connect(1)
         assert read(first.connection(1), 3) == content(3)
-        assert stranger.recv(1) == b""
         stranger.close()
+
+
+def test_process_that_pauses_while_it_says_who_it_is() -> None:
+    """Once it was taken for a stranger, and closed for good; others that say nothing wait, too."""
+    with two() as (first, _), ThreadPoolExecutor(1) as pool:
+        address = first._listener.getsockname()
+        *silent, slow = [socket.create_connection(address) for _ in range(4)]
+        waiting = pool.submit(first.connect, 1)
+        hello = _HELLO.pack(1, _proof(first._secret, 1))
+        for part in hello[:9], hello[9:]:
+            time.sleep(0.2)
+            assert not waiting.done()
+            slow.sendall(part)
+
+        waiting.result(PATIENCE)
+
+        slow.sendall(b"welcome")
+        assert read(first.connection(1), 7) == b"welcome"
+        for each in (slow, *silent):
+            each.close()
+
+
+def test_end_while_a_process_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it went on for as long as a process may take."""
+    monkeypatch.setattr(f"{Sockets.__module__}._DIALLING", 0.1)
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ThreadPoolExecutor(1) as pool:
+        taken = [socket.socket() for _ in range(4)]  # more than it has room for
+        for each in taken:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        SignedStore(store).set("0", f"127.0.0.1 {full.getsockname()[1]} secret")
+        made = Sockets(store, 1, 2, "127.0.0.1", FOREVER)
+        waiting = pool.submit(error_of, lambda: made.connect(0))
+        assert not waiting.done()
+
+        made.abort()
+
+        assert "connection closed" in waiting.result(PATIENCE)
+        for each in taken:
+            each.close()
 
 
 def has_ipv6() -> bool:
