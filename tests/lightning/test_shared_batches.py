@@ -325,8 +325,10 @@ def test_metrics_of_a_callback(
     assert found == [expected] * (2 * replicas)
 
 
-def test_metrics_after_a_fit(tmp_path: Path, two_ranks: Pool) -> None:
-    assert two_ranks.run(synced_after_a_fit, tmp_path) == [2.0, 2.0]
+def test_metrics_after_a_fit(tmp_path: Path) -> None:
+    """In new processes: a fit that loses one ends collectives of all, also those of later tests."""
+    with new_ranks(2) as ranks:
+        assert ranks.run(synced_after_a_fit, tmp_path) == [2.0, 2.0]
 
 
 def synced_after_a_fit(root: Path) -> float:
