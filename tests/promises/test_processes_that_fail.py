@@ -17,9 +17,9 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, OutOfStep, RankFailed
-from lightning_gpipe.core.transport.process_group.wire.connection import (
-    Connection,
+from lightning_gpipe.core.transport.process_group.wire.tcp_connection import (
     ConnectionBroken,
+    TcpConnection,
 )
 from tests.support.faults import Fuse, OwnError, nothing, throw
 from tests.support.models import rows
@@ -161,16 +161,16 @@ def send_to_one_that_is_lost() -> str:
     """What a step says in which rank 0 finds that as it sends."""
     pipeline = pipeline_of(layers())
     step(pipeline)
-    send = Connection.send
+    send = TcpConnection.send
 
-    def send_unless_ended(own: Connection, *parts: Any) -> Any:
+    def send_unless_ended(own: TcpConnection, *parts: Any) -> Any:
         if own._rank == 1:
             raise ConnectionBroken("connection closed: Broken pipe")
         return send(own, *parts)
 
     if torch.distributed.get_rank() != 0:
         return told(lambda: step(pipeline))
-    with patch.object(Connection, "send", send_unless_ended):
+    with patch.object(TcpConnection, "send", send_unless_ended):
         return told(lambda: step(pipeline))
 
 

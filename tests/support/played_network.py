@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_gpipe.core.transport.process_group.ledger import Failure
 from lightning_gpipe.core.transport.process_group.office import Office
-from lightning_gpipe.core.transport.process_group.wire.connection import ConnectionBroken
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
+from lightning_gpipe.core.transport.process_group.wire.tcp_connection import ConnectionBroken
 
 _CLOSED = None  # what the last receive gets
 

@@ -19,7 +19,6 @@ from lightning_gpipe.core.data import LEAF_SPEC, FlatTree
 from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.transport.process_group.office import Office
 from lightning_gpipe.core.transport.process_group.wire.channels import Channels
-from lightning_gpipe.core.transport.process_group.wire.connection import ConnectionBroken, Send
 from lightning_gpipe.core.transport.process_group.wire.envelope import LARGE, Envelope, seal
 from lightning_gpipe.core.transport.process_group.wire.link import Link
 from lightning_gpipe.core.transport.process_group.wire.links import Links
@@ -29,6 +28,7 @@ from lightning_gpipe.core.transport.process_group.wire.message import (
     Mail,
     MessageCode,
 )
+from lightning_gpipe.core.transport.process_group.wire.tcp_connection import ConnectionBroken, Send
 from tests.support.faults import OwnError
 from tests.support.waiting import NEVER, PATIENCE, awaited
 

@@ -20,7 +20,6 @@ from lightning_gpipe.core.transport.process_group.wire.channels import (
     ChannelAborted,
     Channels,
 )
-from lightning_gpipe.core.transport.process_group.wire.connection import ConnectionBroken, Send
 from lightning_gpipe.core.transport.process_group.wire.envelope import Envelope, Reader, seal
 from lightning_gpipe.core.transport.process_group.wire.message import (
     ALL,
@@ -30,9 +29,11 @@ from lightning_gpipe.core.transport.process_group.wire.message import (
     MessageCode,
 )
 from lightning_gpipe.core.transport.process_group.wire.sockets import Sockets
+from lightning_gpipe.core.transport.process_group.wire.tcp_connection import ConnectionBroken, Send
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
 
 _PIECE = 1 << 24  # bytes that are read at a time, so that something is heard while much is sent
+_COMMON = attrgetter("serial", "label", "origin", "to")  # of values that go after one header
 _KEPT = 1 << 21  # bytes of the largest buffer that is kept for later messages
 
 
@@ -103,7 +104,8 @@ class Link:
         """Send a header and a value; if ``hold``, with the next one or at :meth:`flush`."""
         with self._lock:
             first = self._envelope_header
-            sends = [] if first is None or _go_together(first, header) else self.flush()
+            together = first is None or _COMMON(first) == _COMMON(header)
+            sends = [] if together else self.flush()
             try:
                 self._envelope.add(body, tensors)
                 self._envelope_header = header
@@ -201,9 +203,3 @@ class Link:
             if header.to == ALL:
                 self._receiver.relay(header, body, reader.tensors)
             self._receiver.deliver(self.rank, header, mail)
-
-
-def _go_together(one: Header, other: Header) -> bool:
-    """Return True if the values after two headers may go after one of them."""
-    compared = attrgetter("serial", "label", "origin", "to")
-    return bool(compared(one) == compared(other))

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.tree import Tree
 from lightning_gpipe.core.transport.process_group.wire.channels import ChannelAborted, Channels
-from lightning_gpipe.core.transport.process_group.wire.connection import ConnectionBroken, Send
 from lightning_gpipe.core.transport.process_group.wire.link import Link, Receiver
 from lightning_gpipe.core.transport.process_group.wire.message import ALL, Header, Mail, MessageCode
 from lightning_gpipe.core.transport.process_group.wire.sockets import Sockets
+from lightning_gpipe.core.transport.process_group.wire.tcp_connection import ConnectionBroken, Send
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import GpuPair
 
 _POLL = 0.2  # seconds

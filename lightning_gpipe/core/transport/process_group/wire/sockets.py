@@ -26,9 +26,9 @@ from lightning_gpipe.core.transport.process_group.connecting.signed_store import
     SignedStore,
     signature,
 )
-from lightning_gpipe.core.transport.process_group.wire.connection import (
-    Connection,
+from lightning_gpipe.core.transport.process_group.wire.tcp_connection import (
     ConnectionBroken,
+    TcpConnection,
 )
 
 _HELLO = struct.Struct("=q64s")  # of the process that dials: its rank, and the signature
@@ -60,15 +60,15 @@ class Sockets:
         self._accepting = threading.Lock()  # and what follows
         self._guests: list[socket.socket] = []  # have dialled, and have not said who they are
         self._lock = threading.RLock()  # of what follows; a garbage collection may abort
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, TcpConnection] = {}
         self._ended = False
         self._store.set(f"{rank}", f"{host} {self._listener.getsockname()[1]} {self._secret}")
 
-    def connection(self, rank: int) -> Connection:
+    def connection(self, rank: int) -> TcpConnection:
         """Return the connection with a process, which may not be established yet."""
         with self._lock:
             if rank not in self._connections:
-                self._connections[rank] = Connection(rank)
+                self._connections[rank] = TcpConnection(rank)
                 if self._ended:
                     self._connections[rank].close(_ENDED)
             return self._connections[rank]
@@ -86,7 +86,8 @@ class Sockets:
             self._check(deadline, "has not connected")
             if self._accepting.acquire(timeout=_POLL):
                 try:
-                    self._accept()
+                    if not self._ended:  # nobody listens any more
+                        self._accept()
                 finally:
                     self._accepting.release()
         connection.check()

@@ -1,4 +1,4 @@
-"""Connections between processes, here of groups on threads of one; also ``wire/connection``."""
+"""Connections between processes, here of groups on threads of one; also ``tcp_connection``."""
 
 import gc
 import os
@@ -17,12 +17,12 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from lightning_gpipe.core.transport.process_group.connecting.signed_store import TOKEN, SignedStore
-from lightning_gpipe.core.transport.process_group.wire import connection
-from lightning_gpipe.core.transport.process_group.wire.connection import (
-    Connection,
-    ConnectionBroken,
-)
+from lightning_gpipe.core.transport.process_group.wire import tcp_connection
 from lightning_gpipe.core.transport.process_group.wire.sockets import _HELLO, Sockets, _proof
+from lightning_gpipe.core.transport.process_group.wire.tcp_connection import (
+    ConnectionBroken,
+    TcpConnection,
+)
 from tests.support.waiting import NEVER, PATIENCE, awaited
 
 LONG, FOREVER = timedelta(seconds=PATIENCE), timedelta(seconds=NEVER)
@@ -43,7 +43,7 @@ def two(timeout: timedelta = LONG, host: str = "127.0.0.1") -> Iterator[list[Soc
 
 
 @contextmanager
-def connected(host: str = "127.0.0.1") -> Iterator[list[Connection]]:
+def connected(host: str = "127.0.0.1") -> Iterator[list[TcpConnection]]:
     with two(host=host) as made, ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda each: each.connect(1 - each.rank), made))
         yield [each.connection(1 - each.rank) for each in made]
@@ -53,7 +53,7 @@ def content(size: int, first: int = 0) -> memoryview:
     return memoryview(bytes(range(256)) * (size // 256 + 2))[first : first + size]
 
 
-def read(end: Connection, size: int) -> bytes:
+def read(end: TcpConnection, size: int) -> bytes:
     room = bytearray(size)
     end.read(memoryview(room))
     return bytes(room)
@@ -69,7 +69,7 @@ def error_of(run: Callable[[], object]) -> str:
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "by the thread"])
 def test_bytes_come_in_order(monkeypatch: pytest.MonkeyPatch, sender: int, at_once: bool) -> None:
     """However they are cut where they are sent, and where they are read."""
-    monkeypatch.setattr(connection, "_AT_ONCE", at_once)
+    monkeypatch.setattr(tcp_connection, "_AT_ONCE", at_once)
     random = Random(sender)
     sizes = [1, 70_000, 0, 3_000_000, 17, *(random.randrange(200_000) for _ in range(50))]
     sent = [
@@ -157,7 +157,7 @@ def test_interrupt_while_a_part_is_sent(monkeypatch: pytest.MonkeyPatch) -> None
 class SendsWhenFreed:
     """Garbage that sends when it is collected, as the end of a pipeline does."""
 
-    def __init__(self, end: Connection) -> None:
+    def __init__(self, end: TcpConnection) -> None:
         self.cycle = self
         self.end = end
 
@@ -194,11 +194,11 @@ def test_sends_before_there_is_a_connection() -> None:
         assert waiting.wait(PATIENCE)
 
 
-def _read(end: Connection) -> None:
+def _read(end: TcpConnection) -> None:
     read(end, 1)
 
 
-def _send(end: Connection) -> None:
+def _send(end: TcpConnection) -> None:
     send = end.send([], [content(MUCH)])
     assert send is not None and send.wait(NEVER)
     if send.failure is not None:
@@ -207,7 +207,7 @@ def _send(end: Connection) -> None:
 
 @pytest.mark.parametrize("waits", [_read, _send])
 @pytest.mark.parametrize("ends", [0, 1])
-def test_end_of_either_ends_a_wait(waits: Callable[[Connection], None], ends: int) -> None:
+def test_end_of_either_ends_a_wait(waits: Callable[[TcpConnection], None], ends: int) -> None:
     with two() as made, ThreadPoolExecutor(1) as pool:
         list(pool.map(lambda each: each.connect(1 - each.rank), reversed(made)))
         end = made[0].connection(1)

@@ -45,7 +45,7 @@ class Send:
         return self._over.wait(seconds)
 
 
-class Connection:
+class TcpConnection:
     """The connection with process ``rank``: bytes arrive in the order in which they are sent.
 
     ``established`` is set once there is a socket, or will be none.
@@ -204,5 +204,5 @@ class Connection:
     def join(self) -> None:
         """Wait for the thread to end, after :meth:`close`."""
         writer = self._writer
-        if writer is not None and writer.is_alive():
+        if writer is not None and writer is not threading.current_thread() and writer.is_alive():
             writer.join(_JOIN)
