@@ -39,22 +39,25 @@ class Noise(nn.Module):
 
 
 class Late(nn.Module):
-    """A dropout that begins at p = 0."""
+    """A dropout that begins at p = 0, and is there for some micro-batches of later mini-batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, *microbatches: int) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.0)
+        self.microbatches = microbatches
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        minibatch, i = divmod(self.calls, 3)
         self.calls += 1
-        self.dropout.p = 0.5 if self.calls > 3 else 0.0  # three micro-batches in a mini-batch
+        self.dropout.p = 0.5 if minibatch and i in self.microbatches else 0.0
         return self.dropout(x)
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "backward": Noise,
-    "late": Late,
+    "late": lambda: Late(0, 1, 2),
+    "late, in the first micro-batch": lambda: Late(0),
     "dropout": lambda: nn.Dropout(0.5),
 }
 

@@ -77,7 +77,9 @@ def tree_flatten(tree: Any) -> FlatTree:
     """Flatten ``tree``, or raise a TypeError if a leaf is an object that holds tensors."""
     if type(tree) is Tensor:
         return _flat(([tree], LEAF_SPEC))
-    leaves, spec = _flattened(tree)
+    if _has_only_tensors(tree):
+        return _flat(([*tree], _structure_of(tree)))
+    leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_opaque)
     if any(map(_is_opaque, leaves)):
         leaves, spec = _pytree.tree_flatten(_with_records(tree), is_leaf=_is_opaque)
     for leaf in leaves:
@@ -98,6 +100,8 @@ def tree_unflatten(flat: FlatTree) -> Any:
                     return list(map(tree_unflatten, parted(flat, len(spec.specs))))
         return list(flat.leaves)
     assert spec is not None, "leaves without a structure cannot be unflattened"
+    if (kind := _KIND_OF.get(id(spec))) is not None:
+        return kind(flat.leaves)
     return _pytree.tree_unflatten(flat.leaves, spec)
 
 
@@ -140,6 +144,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Replace each tensor of the tree by ``function(tensor)``."""
     if type(tree) is Tensor:
         return function(tree)
+    if _has_only_tensors(tree):
+        return type(tree)(map(function, tree))
     return map_instances(Tensor, function, tree)
 
 
@@ -150,7 +156,7 @@ def change_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def map_instances(kind: type[T], function: Callable[[T], Any], tree: Any) -> Any:
     """Replace each leaf of the tree that is a ``kind`` by ``function(leaf)``."""
-    leaves, spec = _flattened(tree)
+    leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_opaque)
     if any(map(_is_opaque, leaves)):
         leaves, spec = _pytree.tree_flatten(_with_records(tree, kind))
     mapped = [function(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves]
@@ -283,17 +289,20 @@ class _DataclassNode:
 
 
 _STRUCTURES: dict[tuple[type, int], _pytree.TreeSpec] = {}  # of tuples and lists of tensors
+_KIND_OF: dict[int, Callable[[list[Any]], Any]] = {}  # the kinds of these, by the ids of structures
 
 
-def _flattened(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
-    """Flatten ``tree`` down to what PyTorch must not flatten."""
-    kind: Any = type(tree)
-    if kind in (tuple, list) and {*map(type, tree)} == {Tensor}:  # as batches most often are
-        key = kind, len(tree)
-        if key not in _STRUCTURES:  # no functools.cache, of which torch.compile warns
-            _STRUCTURES[key] = _pytree.tree_flatten(kind([0] * len(tree)))[1]
-        return list(tree), _STRUCTURES[key]
-    return _pytree.tree_flatten(tree, is_leaf=_is_opaque)
+def _has_only_tensors(tree: Any) -> bool:
+    """Return True for a tuple or a list of tensors, as batches most often are."""
+    return type(tree) in (tuple, list) and {*map(type, tree)} == {Tensor}
+
+
+def _structure_of(tree: Any) -> _pytree.TreeSpec:
+    key = kind, size = type(tree), len(tree)
+    if key not in _STRUCTURES:  # no functools.cache, of which torch.compile warns
+        _STRUCTURES[key] = spec = _pytree.tree_flatten(kind([0] * size))[1]
+        _KIND_OF[id(spec)] = kind
+    return _STRUCTURES[key]
 
 
 def _is_opaque(tree: Any) -> bool:

@@ -74,16 +74,22 @@ class Agreement:
         exchange.signal(self._signals)
         return exchange
 
-    def told(self, exchange: Exchange, value: Any) -> Any:
-        """Return a value, a pytree, of the process that gets the outputs, in all processes."""
-        if not self.at_last:
-            return value
-        n = self._schedule.n
-        to, route = Action(Kind.FORWARD, 0, n), Route(SkipName(None, "told"), n - 1, n)
-        if self.gets_outputs:
+    def tell(self, exchange: Exchange, value: Any) -> None:
+        """Tell others of a value, a pytree, if this process gets the outputs and they do not."""
+        if self.at_last and self.gets_outputs:
+            to, route = self._told
             exchange.send_to_all(to, tree_flatten(value), route)
-        told = tree_unflatten(exchange.receive(to, route))
-        return value if self.gets_outputs else told
+
+    def told(self, exchange: Exchange, value: Any) -> Any:
+        """Return the ``value`` of the process that gets the outputs, in all processes."""
+        if not self.at_last or self.gets_outputs:
+            return value
+        return tree_unflatten(exchange.receive(*self._told))
+
+    @property
+    def _told(self) -> tuple[Action, Route]:
+        n = self._schedule.n
+        return Action(Kind.FORWARD, 0, n), Route(SkipName(None, "told"), n - 1, n)
 
     def end(self, exchange: Exchange) -> None:
         exchange.settle()

@@ -147,11 +147,12 @@ class Rows(MicroBatching):
     def _output_dims(
         self, batch: Any, m: int, output: Any, columns: Sequence[Sequence[Any]]
     ) -> list[int]:
+        leaves = tree_flatten(output).leaves
         if self._output_dim is not None:
-            return _dims_of(output, self._output_dim)
+            return _dims_of(output, leaves, self._output_dim)
         if self._dim == 0:
             return [0] * len(columns)
-        dims = _dims_of(output, self._dim, strict=False)
+        dims = _dims_of(output, leaves, self._dim, strict=False)
         _check_rows(columns, dims, even_sizes(count_rows(batch, self._dim), m))
         return dims
 
@@ -160,7 +161,8 @@ def division_of(microbatches: Sequence[Any], dim: Dim = 0) -> Division:
     """Return the sizes of micro-batches with the rows of their tensors in ``dim``."""
     tensors = []
     for microbatch in microbatches:
-        pairs = zip(tree_flatten(microbatch).leaves, _dims_of(microbatch, dim), strict=True)
+        leaves = tree_flatten(microbatch).leaves
+        pairs = zip(leaves, _dims_of(microbatch, leaves, dim), strict=True)
         tensors.append([(leaf, rows) for leaf, rows in pairs if has_rows(leaf)])
     sizes = tuple(x.size(rows) for (x, rows), *_ in tensors)
     widths = {n for x, rows in tensors[0] for k, n in enumerate(x.shape) if k != rows}
@@ -170,7 +172,7 @@ def division_of(microbatches: Sequence[Any], dim: Dim = 0) -> Division:
 def count_rows(batch: Any, dim: Dim = 0) -> int:
     """Return the number of rows of all tensors, or raise a ValueError if they disagree."""
     leaves = tree_flatten(batch).leaves
-    dims = [0] * len(leaves) if dim == 0 else _dims_of(batch, dim)
+    dims = _dims_of(batch, leaves, dim)
     sizes = {leaf.size(k) for leaf, k in zip(leaves, dims, strict=True) if has_rows(leaf)}
     if len(sizes) != 1:
         raise ValueError(_no_common_rows(batch, dims))
@@ -187,7 +189,7 @@ def even_sizes(rows: int, chunks: int) -> list[int]:
 def split_rows(batch: Any, sizes: list[int], dim: Dim = 0) -> list[Any]:
     """Split ``batch``, whose lists with an entry per row are marked, into pieces of these sizes."""
     flat = tree_flatten(batch)
-    dims = [0] * len(flat.leaves) if dim == 0 else _dims_of(batch, dim)
+    dims = _dims_of(batch, flat.leaves, dim)
     pieces = [_pieces(leaf, sizes, k) for leaf, k in zip(flat.leaves, dims, strict=True)]
     return [tree_unflatten(flat._replace(leaves=list(each))) for each in zip(*pieces, strict=True)]
 
@@ -275,12 +277,13 @@ def _check_dim(argument: str, dim: Dim) -> None:
             raise ValueError(f"{argument} must count from 0, the first dim: got {dim!r}.")
 
 
-def _dims_of(tree: Any, dim: Dim, *, strict: bool = True) -> list[int]:
-    """Return the dim of each leaf's rows: ``dim``, or 0 for leaves without that dim.
+def _dims_of(tree: Any, leaves: Sequence[Any], dim: Dim, *, strict: bool = True) -> list[int]:
+    """Return the dim of the rows of each leaf of a tree: ``dim``, or 0 for those without that dim.
 
     ``strict`` raises a ValueError if an entry in ``dim`` does not exist, or has no such dim.
     """
-    leaves = tree_flatten(tree).leaves
+    if dim == 0:
+        return [0] * len(leaves)
     if isinstance(dim, int):
         return [_existing(leaf, dim) for leaf in leaves]
     dims = []

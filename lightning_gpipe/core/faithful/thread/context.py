@@ -70,6 +70,16 @@ class Autocast(NamedTuple):
         enabled, cached = torch.is_autocast_enabled(device_type), torch.is_autocast_cache_enabled()
         return cls(device_type, dtype, enabled, cached)
 
+    @property
+    def is_here(self) -> bool:
+        """True if the calling thread has this state."""
+        kind, dtype, enabled, cached = self  # on the hot path
+        return (
+            torch.is_autocast_enabled(kind) == enabled
+            and torch.get_autocast_dtype(kind) == dtype
+            and torch.is_autocast_cache_enabled() == cached
+        )
+
     def entered(self) -> torch.autocast:
         return torch.autocast(*self)
 
@@ -109,7 +119,7 @@ class Context(NamedTuple):
         if torch.is_inference_mode_enabled() != self.inference:
             missing.append(partial(_inference_mode, self.inference))
         for autocast in self.autocast:
-            if Autocast.of(autocast.device_type) != autocast:
+            if not autocast.is_here:
                 missing.append(autocast.entered)
         if _default_device() != self.default_device:
             missing.append(lambda: self.default_device)

@@ -206,6 +206,7 @@ class StepMiniBatch(MiniBatchRun):
             first.variables.copy().run(self.transport.run, exchange, tasks, caller_task)
         finally:
             self.settle()
+        self.agreement.tell(exchange, self._total)  # at once, while others are at work
         if not self.agreement.gets_gradients:
             exchange.receive_end()
         end = successor(self.schedule.last_backwards[-1])

@@ -72,6 +72,7 @@ class ProcessGroupExchange(LocalExchange):
         self._ahead = GradientsAhead(layout, phase, forms, self._links)
         self._error: RankFailed | OutOfStep | None = None
         self._bits: Callable[[], int] = int
+        self._signalled = 0
         self._holds = False
         self._label = label
         self._at_last = bool(label.at_last)
@@ -138,14 +139,14 @@ class ProcessGroupExchange(LocalExchange):
     def _post(self, rank: int, to: Action, value: FlatTree, skip: Route | None) -> None:
         mail = self._mail(to, value, skip)
         if self._gpus is None:
-            self._links.post(rank, self._header_now(), mail)
+            self._links.post(rank, self._header_for(to), mail)
         else:
             mail = mail._replace(gpus=self._gpus_between(mail, self._gpus))
-            self._ahead.post(rank, self._header_now(), mail)
+            self._ahead.post(rank, self._header_for(to), mail)
 
     def _post_to_all(self, to: Action, value: FlatTree, skip: Route | None) -> None:
         mail = self._mail(to, value, skip)
-        self._links.post_to_all(self._header_now(), mail, hold=self._holds)
+        self._links.post_to_all(self._header_for(to), mail, hold=self._holds)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -240,8 +241,17 @@ class ProcessGroupExchange(LocalExchange):
             leaves[k] = leaf
         return FlatTree(leaves, mail.value.spec), ready
 
-    def _header_now(self) -> Header:
-        return self._header._replace(bits=self.heard | self._bits())
+    def _header_for(self, to: Action) -> Header:
+        """Return a header with the signals, with the last micro-batch those of this process too.
+
+        Its values leave each process last, and lead to the result that all get. To compare the
+        generators for each value would take as long as to send it. Between GPUs some values come
+        without a message.
+        """
+        if to.i == self.phase.last_result.i or self._gpus is not None:
+            self._signalled |= self._bits()
+        bits = self.heard | self._signalled
+        return self._header._replace(bits=bits) if bits else self._header
 
 
 class ProcessGroupTransport(Transport):

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_gpipe.core.transport.process_group.wire.message import Header
 
 FULL = 1 << 20  # bytes; a message of more is not held back
-LARGE = 1 << 19  # the same; a larger tensor goes by itself
+LARGE = 1 << 16  # the same; a larger tensor goes by itself
 
 _SIZE = struct.Struct("=q")  # of a body
 

@@ -33,16 +33,20 @@ class Send:
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self.parts = parts
         self.failure: str | None = None
-        self._over = threading.Event()
+        self._lasts = threading.Lock()  # held until it ends; most end at once, and need no event
+        self._lasts.acquire()
 
     def end(self, failure: str | None = None) -> None:
         self.failure = failure
         self.parts = ()
-        self._over.set()
+        self._lasts.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait some seconds for its end, by a failure too; return whether it has ended."""
-        return self._over.wait(seconds)
+        ended = self._lasts.acquire(timeout=seconds)
+        if ended:
+            self._lasts.release()
+        return ended
 
 
 class TcpConnection:

@@ -85,12 +85,15 @@ def form_and_bytes(tensor: Tensor, gpus: GpuPair | None = None) -> tuple[DenseFo
     device = tensor.device
     if device.type == "cpu" or (gpus is not None and device.index != gpus[0]):
         gpus = None
-    value = tensor.detach().resolve_conj().resolve_neg()
-    for dim, stride in enumerate(value.stride()):
-        if stride == 0 and value.shape[dim] > 1:
-            value = value.narrow(dim, 0, 1)
-    if not _fills_its_memory(value):
-        value = value.contiguous()
+    value = tensor.detach()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    if not value.is_contiguous():  # seldom, on a hot path
+        for dim, stride in enumerate(value.stride()):
+            if stride == 0 and value.shape[dim] > 1:
+                value = value.narrow(dim, 0, 1)
+        if not _fills_its_memory(value):
+            value = value.contiguous()
     form = DenseForm(tensor.dtype, tuple(tensor.shape), value.stride(), tuple(value.shape), gpus)
     on_host = device.type == "cpu" or gpus is not None
     return form, bytes_in(value if on_host else value.cpu())
@@ -121,8 +124,6 @@ def bytes_in(tensor: Tensor) -> Tensor:
 
 def _fills_its_memory(tensor: Tensor) -> bool:
     """Return True if the elements lie side by side, each once, in any order of the dimensions."""
-    if tensor.is_contiguous():
-        return True
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
     expected = accumulate((n for _, n in dims), int.__mul__, initial=1)
     return all(stride == product for (stride, _), product in zip(dims, expected, strict=False))
