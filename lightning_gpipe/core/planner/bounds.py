@@ -55,12 +55,17 @@ class LowerBounds:
         """The bytes that all devices together lack, whatever the balance."""
         memory = sum(self.places[d].memory for d in {*self.devices(candidate)})
         saved = 0 if candidate.offload else self._whole(candidate.chunks, False).saved
-        profile = self.profiles[0]
         of_stages = HeldShares.of_stages(candidate, self.replicas)
         around = HeldShares.around_stages(candidate, self.replicas)
-        held = Memory.of(profile.layers).divided(of_stages).held
-        held += Memory.of([profile.around]).divided(around).held
+        stages, others = self._memory
+        held = stages.divided(of_stages).held + others.divided(around).held
         return held + _least_alive(candidate) * saved - memory
+
+    @cached_property
+    def _memory(self) -> tuple[Memory, Memory]:
+        """The memory of all layers, and of the modules around them."""
+        profile = self.profiles[0]
+        return Memory.of(profile.layers), Memory.of([profile.around])
 
     @cached_property
     def _whole(self) -> Callable[[int, bool], MicroBatchCost]:

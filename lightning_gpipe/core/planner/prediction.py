@@ -78,9 +78,9 @@ class Prediction:
         needed: defaultdict[int, float] = defaultdict(float)
         for stage in stages:
             needed[stage.device] += stage.memory.total
-        return tuple(
-            replace(stage, beside=needed[stage.device] - stage.memory.total) for stage in stages
-        )
+        besides = [needed[stage.device] - stage.memory.total for stage in stages]
+        pairs = zip(stages, besides, strict=True)
+        return tuple(replace(stage, beside=size) if size else stage for stage, size in pairs)
 
     @property
     def missing(self) -> list[float]:
@@ -255,7 +255,7 @@ class Prediction:
         """The bytes that each device has for activations."""
         room = {device: self.places[j].memory for j, device in enumerate(self.devices)}
         for j, device in enumerate(self.devices):
-            room[device] -= self._static(j).total
+            room[device] -= self._static[j].total
         return room
 
     @cached_property
@@ -275,9 +275,14 @@ class Prediction:
         """The stage whose device has the modules around the layers."""
         return len(self.places) - 1 if self.around == "last" else 0
 
-    def _static(self, j: int) -> Memory:
-        """The bytes of a stage whatever runs, and the outputs."""
-        layers = [self.profile.layers[k] for k in self._layers[j]]
+    @cached_property
+    def _static(self) -> list[Memory]:
+        """The bytes of each stage whatever runs, and the outputs."""
+        return list(map(self._static_of, range(len(self._layers))))
+
+    def _static_of(self, j: int) -> Memory:
+        own = self._layers[j]
+        layers = self.profile.layers[own.start : own.stop]
         shares = HeldShares.of_stages(self.settings, self.replicas)
         if j in self._resident:
             shares = shares._replace(parameters=1.0, gradients=1.0)
@@ -321,7 +326,7 @@ class Prediction:
                 self.devices[j],
                 sum(layer.parameters for layer in held),
                 time / self.places[j].speed,
-                self._static(j)._replace(activations=activations, boundaries=boundaries),
+                self._static[j]._replace(activations=activations, boundaries=boundaries),
                 self.places[j].memory,
                 sum(number * cost.leaving for number, cost, _ in costs),
             )

@@ -209,20 +209,20 @@ class PlanSearch:
         devices, profile = self._bounds.devices(candidate), self._bounds.profile(candidate.chunks)
         # Operations are no seconds, so that what is counted in them tells no time of transfers.
         timeless = profile.unit == "FLOP"
-        places = [
-            replace(
+        kinds = {
+            place: replace(
                 place,
                 taken=0,
                 alive=0,
                 host_speed=inf if timeless else place.host_speed,
                 replica_speed=inf if timeless else place.replica_speed,
             )
-            for place in (self.places[d] for d in devices)
-        ]
+            for place in {*self.places}
+        }
         return Prediction(
             candidate._replace(balance=balance),
             profile,
-            tuple(places),
+            tuple(kinds[self.places[d]] for d in devices),
             sizes_of(self.rows, candidate.chunks),
             self.around,
             tuple(devices),

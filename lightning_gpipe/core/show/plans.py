@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from math import inf
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_ROWS = 32  # with more, equal stages share one
+_ROWS = 32  # with more, stages of equally large layers share one
 
 
 def show_plan(plan: Plan) -> None:
@@ -32,47 +33,49 @@ def show_plan(plan: Plan) -> None:
 
 
 def plan_table(prediction: Prediction) -> Table:
-    """List the stages, one row each; if there are many, equal ones share a row::
+    """List the stages, one row each::
 
         stage  device  layers           number  parameters  ms     memory, GiB  of
             0       0  embed .. blocks.5     7     40,960  12.31         10.22  24
             1       1  blocks.6 .. head      7     41,123  12.05          9.80  24
 
-    The memory is the peak, followed by its parts.
+    The memory is the peak, followed by its parts. If there are many, those with as many layers and
+    parameters share a row, with the least and the most of what differs.
     """
     table = Table(title=headline(prediction))
     for name in ("stage", "device", "layers", "number", "parameters", time_unit(prediction.unit)):
         table.add_column(name, justify="left" if name == "layers" else "right")
     for name in ("GiB", "of", "held", "activations", "boundaries", "outputs", "sent"):
         table.add_column(name, justify="right")
-    cells = [_cells(prediction, stage) for stage in prediction.stages]
-    numbered = enumerate(zip(prediction.stages, cells, strict=True))
-    many = len(cells) > _ROWS
-    for _, group in groupby(numbered, lambda row: row[1][1] if many else row[0]):
-        rows = list(group)
-        (j, (first, shown)), (end, (last, _)) = rows[0], rows[-1]
+    many = len(prediction.stages) > _ROWS
+    for _, group in groupby(enumerate(prediction.stages), lambda row: _kind(*row, many=many)):
+        (j, first), *others = group
+        end, last = others[-1] if others else (j, first)
+        stages = [first, *(stage for _, stage in others)]
         table.add_row(
             _from_to(j, end),
             _from_to(first.device, last.device),
             _from_to(first.layers[0], last.layers[-1]),
-            *shown,
+            f"{len(first.layers)}",
+            f"{first.parameters:,}",
+            _range([stage.time for stage in stages], partial(time_cell, unit=prediction.unit)),
+            _range([stage.memory.total for stage in stages], _gib),
+            "" if first.limit == inf else _gib(first.limit),
+            *(_range(sizes, _gib) for sizes in zip(*map(_parts, stages), strict=True)),
         )
     return table
 
 
-def _cells(prediction: Prediction, stage: StagePrediction) -> tuple[str, ...]:
-    """The columns that may be equal for several stages."""
-    memory = stage.memory
-    sizes = (*memory[4:], stage.sent)
-    return (
-        f"{len(stage.layers)}",
-        f"{stage.parameters:,}",
-        time_cell(stage.time, prediction.unit),
-        _gib(memory.total),
-        "" if stage.limit == inf else _gib(stage.limit),
-        _gib(memory.held),
-        *map(_gib, sizes),
-    )
+def _kind(j: int, stage: StagePrediction, *, many: bool) -> tuple[float, ...]:
+    return (len(stage.layers), stage.parameters, stage.limit) if many else (j,)
+
+
+def _parts(stage: StagePrediction) -> tuple[float, ...]:
+    return (stage.memory.held, *stage.memory[4:], stage.sent)
+
+
+def _range(numbers: Sequence[float], cell: Callable[[float], str]) -> str:
+    return _from_to(cell(min(numbers)), cell(max(numbers)))
 
 
 def _from_to(first: object, last: object) -> str:
