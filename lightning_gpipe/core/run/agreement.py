@@ -1,7 +1,7 @@
 """The agreement of the processes that run a mini-batch: on what they run, and on what they draw.
 
-Each phase has a label, which processes compare, and each value carries signals of draws. Every
-phase ends with a result that all of them get, so that all have heard the same.
+Each phase has a label, which processes compare, and the values of its last micro-batch carry
+signals of draws. Every phase ends with a result that all get, so that all have heard the same.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class Agreement:
     def tell(self, exchange: Exchange, value: Any) -> None:
         """Tell others of a value, a pytree, if this process gets the outputs and they do not."""
         if self.at_last and self.gets_outputs:
-            to, route = self._told
+            to, route = self._address
             exchange.send_to_all(to, tree_flatten(value), route)
 
     def told(self, exchange: Exchange, value: Any) -> Any:
         """Return the ``value`` of the process that gets the outputs, in all processes."""
         if not self.at_last or self.gets_outputs:
             return value
-        return tree_unflatten(exchange.receive(*self._told))
+        return tree_unflatten(exchange.receive(*self._address))
 
     @property
-    def _told(self) -> tuple[Action, Route]:
+    def _address(self) -> tuple[Action, Route]:
         n = self._schedule.n
         return Action(Kind.FORWARD, 0, n), Route(SkipName(None, "told"), n - 1, n)
 

@@ -107,7 +107,10 @@ class Exchange(ABC):
             raise RunCancelled
 
     def signal(self, bits: Callable[[], int]) -> None:  # noqa: B027 - most have nobody to tell
-        """Send ``bits()`` to other processes with each value; bits that are set stay set."""
+        """Send ``bits()`` to other processes with values of the last micro-batch, and those after.
+
+        Bits that are set stay set.
+        """
 
     def settle(self) -> None:  # noqa: B027 - most have nothing to wait for
         """Wait until the tensors that were sent may be changed."""
