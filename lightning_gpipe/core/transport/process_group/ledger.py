@@ -148,10 +148,14 @@ class Ledger:
         self._ends_of[rank] = times
         return times <= self.ends
 
+    def has_ended(self, rank: int) -> bool:
+        """Return True if another process has ended and this one has not."""
+        return self._ends_of.get(rank, 0) > self.ends
+
     @property
     def ended(self) -> Failure | None:
         """The processes that have ended while this one has not, or None."""
-        ranks = tuple(rank for rank, times in self._ends_of.items() if times > self.ends)
+        ranks = tuple(filter(self.has_ended, self._ends_of))
         return Failure(ranks, "has ended" if len(ranks) == 1 else "have ended") if ranks else None
 
     def lose(self, ranks: Sequence[int], failure: Failure) -> bool:

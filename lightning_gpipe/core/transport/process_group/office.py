@@ -280,7 +280,12 @@ class Office:
         return True
 
     def on_disconnect(self, rank: int, error: BaseException) -> None:
-        self._notice_loss([rank], f"is lost: {error}")
+        with self._lock:
+            ended = self.ledger.has_ended(rank)
+        if ended:  # this process was still to begin a run, or another one
+            self._lose([rank], Failure((rank,), "has ended"), lives=True)
+        else:
+            self._notice_loss([rank], f"is lost: {error}")
 
     def _deliver_mail(self, header: Header, mail: Mail) -> None:
         arrival = header.origin, header, mail
@@ -354,9 +359,19 @@ class Office:
         self._lose(ranks, Failure(tuple(ranks), how), noticed)
 
     def _lose(
-        self, ranks: Sequence[int], failure: Failure, others: str = "", *, but: int = -1
+        self,
+        ranks: Sequence[int],
+        failure: Failure,
+        others: str = "",
+        *,
+        but: int = -1,
+        lives: bool = False,
     ) -> None:
-        """Fail for good, and tell all but one, in the words ``others`` if there are any."""
+        """Fail for good, and tell all but one, in the words ``others`` if there are any.
+
+        Where a process ``lives``, the others have heard of its end, and the user's code may wait
+        for it.
+        """
         with self._lock:
             first = self.ledger.lose(ranks, failure)
             self._lost_at = min(self._lost_at, time.monotonic())
@@ -367,9 +382,12 @@ class Office:
         self._channels.abort()
         # Before anything else: they see next that this process ends.
         told = failure._replace(how=others or failure.how)
-        self._spread(Header(MessageCode.LOST, 0), told.encode(), but=but)
+        if not lives:
+            self._spread(Header(MessageCode.LOST, 0), told.encode(), but=but)
         if recipient is not None:
             recipient.fail(failure)
+        if lives:
+            return
         if self.on_lost is not None:
             self.on_lost([self.ranks[k] for k in ranks], failure.how)
         self._user_collectives.abort()

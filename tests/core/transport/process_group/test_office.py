@@ -17,6 +17,7 @@ import torch
 
 from lightning_gpipe.core.data import LEAF_SPEC, FlatTree
 from lightning_gpipe.core.schedules import Action, Kind
+from lightning_gpipe.core.transport.process_group.ledger import Failure
 from lightning_gpipe.core.transport.process_group.office import Office
 from lightning_gpipe.core.transport.process_group.wire.channels import Channels
 from lightning_gpipe.core.transport.process_group.wire.envelope import LARGE, Envelope, seal
@@ -30,6 +31,7 @@ from lightning_gpipe.core.transport.process_group.wire.message import (
 )
 from lightning_gpipe.core.transport.process_group.wire.tcp_connection import ConnectionBroken, Send
 from tests.support.faults import OwnError
+from tests.support.played_network import Recorder, offices
 from tests.support.waiting import NEVER, PATIENCE, awaited
 
 
@@ -191,6 +193,23 @@ def test_process_that_has_closed_after_its_end_is_not_lost() -> None:
     office.close()
 
     assert [5] not in [ranks for ranks, _ in lost]
+
+
+def test_process_that_has_left_is_not_lost_to_one_that_begins_another_run() -> None:
+    """Once the user's own collectives were ended, where fits had failed in both processes."""
+    with offices(2, timedelta(seconds=NEVER)) as (_, (here, there)):
+        lost: list[Any] = []
+        here.on_lost = lambda *loss: lost.append(loss)
+        for office in (here, there):
+            office.listen()
+        there.leave()
+        run = Recorder()
+
+        _, failure = here.begin(run)
+
+        failure = failure or run.await_failure(PATIENCE)
+        assert failure == Failure((1,), "has ended")
+        assert not lost
 
 
 def test_pipeline_that_is_freed_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
