@@ -80,6 +80,7 @@ class Ledger:
         self.closed = 0
         self.lost: Failure | None = None
         self.lost_ranks: set[int] = set()
+        self._lives = False  # whether those that are lost have only ended
         # By the number of earlier failed runs: the exchange that failed, and how.
         self._failures: dict[int, tuple[int, Failure]] = {}
         self._closed_by: dict[int, tuple[int, int]] = {}  # how often others have, and when last
@@ -158,11 +159,15 @@ class Ledger:
         ranks = tuple(filter(self.has_ended, self._ends_of))
         return Failure(ranks, "has ended" if len(ranks) == 1 else "have ended") if ranks else None
 
-    def lose(self, ranks: Sequence[int], failure: Failure) -> bool:
-        """Record that ``ranks`` cannot be reached any more; return True for the first failure."""
+    def lose(self, ranks: Sequence[int], failure: Failure, *, lives: bool = False) -> bool:
+        """Record that ``ranks`` cannot be reached any more; return True for the first failure.
+
+        That of a process that ``lives``, and has ended, is followed by the first of others.
+        """
         self.lost_ranks.update(ranks)
-        first = self.lost is None
-        self.lost = self.lost or failure
+        first = self.lost is None or (self._lives and not lives)
+        if first:
+            self.lost, self._lives = failure, lives
         return first
 
     @property

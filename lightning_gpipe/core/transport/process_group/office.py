@@ -373,16 +373,15 @@ class Office:
         for it.
         """
         with self._lock:
-            first = self.ledger.lose(ranks, failure)
+            first = self.ledger.lose(ranks, failure, lives=lives)
             self._lost_at = min(self._lost_at, time.monotonic())
             self._changed.notify_all()
             recipient = self._recipient
         if not first:
             return
         self._channels.abort()
-        # Before anything else: they see next that this process ends.
-        told = failure._replace(how=others or failure.how)
-        if not lives:
+        if not lives:  # before anything else: they see next that this process ends
+            told = failure._replace(how=others or failure.how)
             self._spread(Header(MessageCode.LOST, 0), told.encode(), but=but)
         if recipient is not None:
             recipient.fail(failure)

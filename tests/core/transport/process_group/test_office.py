@@ -211,6 +211,10 @@ def test_process_that_has_left_is_not_lost_to_one_that_begins_another_run() -> N
         assert failure == Failure((1,), "has ended")
         assert not lost
 
+        here.hear_of_loss([], "wait for one another")  # a failure of processes that have not ended
+
+        assert lost == [([], "wait for one another")]
+
 
 def test_pipeline_that_is_freed_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it did not wait for this thread, so the other processes took its own for lost."""
