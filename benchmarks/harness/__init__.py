@@ -8,7 +8,15 @@ results beside the targets. Its file states the claim in its docstring, and has 
     python -m benchmarks.overhead --save     # and as dated files in benchmarks/results/
 """
 
-from benchmarks.harness.contest import Contestant, Times, agree, competitor, contest, ratio
+from benchmarks.harness.contest import (
+    Contestant,
+    Times,
+    agree,
+    competitor,
+    contest,
+    in_one,
+    ratio,
+)
 from benchmarks.harness.options import Options, options
 from benchmarks.harness.report import Report, Target
 
@@ -21,6 +29,7 @@ __all__ = [
     "agree",
     "competitor",
     "contest",
+    "in_one",
     "options",
     "ratio",
 ]

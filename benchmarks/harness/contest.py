@@ -145,6 +145,7 @@ def contest(
     *,
     rounds: int,
     warm_up: int = 2,
+    seed: int = 0,
     synchronize: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
     """Time every contestant once per round, in turns: A B C, C A B, ...
@@ -153,13 +154,14 @@ def contest(
         contestants: Who is timed.
         rounds: How many rounds count.
         warm_up: How many come before and do not.
+        seed: What the orders of the rounds are drawn by.
         synchronize: Waits until the device is idle.
     """
     seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
     gc.collect()
     gc.freeze()  # what is there already need not be searched for garbage before every step
     for number in range(warm_up + rounds):
-        order = random.Random(number)  # the same in each run
+        order = random.Random(1000 * seed + number)  # the same in each run
         for each in order.sample(contestants, len(contestants)):
             if not each.installed:
                 continue
@@ -173,6 +175,15 @@ def contest(
                 seconds[each.name].append(own if isinstance(own, float) else taken)
     gc.unfreeze()
     return {name: Times(tuple(each)) for name, each in seconds.items()}
+
+
+def in_one(contests: Iterable[Mapping[str, Times]]) -> dict[str, Times]:
+    """The rounds of several contests of the same contestants, as those of one."""
+    seconds: dict[str, tuple[float, ...]] = {}
+    for times in contests:
+        for name, each in times.items():
+            seconds[name] = seconds.get(name, ()) + each.seconds
+    return {name: Times(each) for name, each in seconds.items()}
 
 
 def ratio(times: Mapping[str, Times], one: str, other: str, *, beyond: str | None = None) -> float:
