@@ -13,7 +13,7 @@ those of one contest.
 
 Throughput ours / theirs (their time / ours) must be at least 1.0. Where there are fewer cores than
 processes, these share them, and the ratio says who computes and sends less beside the layers. It
-takes some fifteen minutes on two cores, so it is not one of those that `make bench` runs.
+takes half an hour on two cores, so it is not one of those that `make bench` runs.
 """
 
 from __future__ import annotations
