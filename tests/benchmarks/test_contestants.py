@@ -21,7 +21,7 @@ from benchmarks.contestants.ours import ours, ours_in_processes
 from benchmarks.contestants.pipelining import pipelining
 from benchmarks.contestants.plain import accumulated, mean_square, plain
 from benchmarks.contestants.task import Task
-from benchmarks.harness import agree, contest
+from benchmarks.harness import Contestant, Times, agree, contest, in_one
 
 SHARED: dict[str, Any] = {"chunks": 3, "mode": "always", "devices": ["cpu", "cpu"]}
 
@@ -41,6 +41,31 @@ def processes_of_stages() -> list[BaseProcess]:
 
 def names() -> set[str]:
     return {process.name for process in processes_of_stages()}
+
+
+def test_several_contests_in_one() -> None:
+    order = list[float]()
+
+    def contestant(name: str, seconds: float) -> Contestant:
+        def step() -> float:
+            order.append(seconds)
+            return seconds
+
+        return Contestant(name, step, list)
+
+    contestants = [contestant("one", 1.0), contestant("two", 2.0)]
+    contests = list[dict[str, Times]]()
+
+    def times(seed: int) -> list[float]:
+        order.clear()
+        contests.append(contest(contestants, rounds=8, warm_up=0, seed=seed))
+        return [*order]
+
+    assert times(1) == times(1) != times(2)
+    assert {k: v.seconds for k, v in in_one(contests).items()} == {
+        "one": (1.0,) * 24,
+        "two": (2.0,) * 24,
+    }
 
 
 def test_one_process_or_thread_or_none() -> None:
