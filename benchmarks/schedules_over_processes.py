@@ -6,14 +6,14 @@ thread, and nothing is recomputed. The process of the last stage gets the output
 loss (``outputs="last"``), of the mini-batch for fill-drain and of each micro-batch for the others.
 Each does some steps first that are not timed, as many as the others: in these its heap grows. Where
 in memory a process has its tensors, and so which of them share a place in a cache, changes its time
-by some percent for as long as it lives: so all are started several times, and the rounds count as
-those of one contest.
+by some percent for as long as it lives: so all are started several times, with places of their own,
+and the rounds count as those of one contest.
 
     python -m benchmarks.schedules_over_processes
 
 Throughput ours / theirs (their time / ours) must be at least 1.0. Where there are fewer cores than
 processes, these share them, and the ratio says who computes and sends less beside the layers. It
-takes half an hour on two cores, so it is not one of those that `make bench` runs.
+takes some twenty minutes on two cores, so it is not one of those that `make bench` runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from benchmarks.harness import (
 from lightning_gpipe.core.schedules import ByMicroBatch
 
 PROCESSES = (2, 4)
-STARTS = 3  # of each contestant's processes
 WARM_UP = 6  # steps, after which the heap of none grows
 
 
@@ -63,11 +62,11 @@ PAIRS = (
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    given = options("schedules_over_processes", __doc__, rounds=5, argv=argv, **SIZES)
+    given = options("schedules_over_processes", __doc__, rounds=5, argv=argv, starts=2, **SIZES)
     title = f"One step of {given.blocks} transformer blocks over processes, m = {given.chunks}"
     report, task = Report(given, title), transformer_task(given)
     for processes in PROCESSES:
-        times = in_one(timed(task, given, processes, start) for start in range(STARTS))
+        times = in_one(timed(task, given, processes, start) for start in range(given.starts))
         report.times(times)
         for pair in PAIRS:
             mine, other = names(pair, processes)

@@ -165,8 +165,8 @@ class Processes:
 
 @contextmanager
 def _processes(roles: Sequence[Role], store: str) -> Iterator[Processes]:
-    # Not forked from here, where threads are.
-    context = multiprocessing.get_context("forkserver")
+    # Not forked: each has its own places in memory, which change how long it computes.
+    context = multiprocessing.get_context("spawn")
     started: list[BaseProcess] = []
     pipes: list[Connection] = []
     processes = Processes(started, pipes)
