@@ -1,7 +1,7 @@
 """Claim: each schedule over processes is at least as fast as PyTorch's own of the same name.
 
 The task of ``cpu_pipeline``: equal transformer blocks in balanced stages. Ours and
-torch.distributed.pipelining run it as two and as four processes over Gloo, each with one intra-op
+torch.distributed.pipelining run it as two and as four processes, each with one intra-op
 thread, and nothing is recomputed. The process of the last stage gets the outputs and computes the
 loss (``outputs="last"``), of the mini-batch for fill-drain and of each micro-batch for the others.
 Each does some steps first that are not timed, as many as the others: in these its heap grows. Where
