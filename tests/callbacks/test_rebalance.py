@@ -22,11 +22,11 @@ from tests.support.two_stacks import Translator
 def _layers_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are measured to cost a second each, so that no test depends on a clock."""
 
-    def profile_layers(subject: Subject, *_: Any, **__: Any) -> ModelProfile:
+    def profile_layers(subject: Subject, *_: Any, **__: Any) -> list[ModelProfile]:
         second = LinearCost(fixed=1.0)
         layers = tuple(LayerProfile(name, backward=second) for name in subject.names)
         around = LayerProfile("around")
-        return ModelProfile(layers, (), around, rows=2, chunks=2, unit="s", device="cpu")
+        return [ModelProfile(layers, (), around, rows=2, chunks=2, unit="s", device="cpu")]
 
     monkeypatch.setattr(measuring, "profile_layers", profile_layers)
 

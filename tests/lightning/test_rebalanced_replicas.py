@@ -102,11 +102,11 @@ def test_replicas_that_do_not_move_together(tmp_path: Path, two_ranks: Pool) -> 
 def rebalanced(root: Path) -> Any:
     """Layers of a second each, in stages whose times the first replica measures as others."""
 
-    def profile_layers(subject: Subject, *_: Any, **__: Any) -> ModelProfile:
+    def profile_layers(subject: Subject, *_: Any, **__: Any) -> list[ModelProfile]:
         second = LinearCost(fixed=1.0)
         layers = tuple(LayerProfile(name, backward=second) for name in subject.names)
         around = LayerProfile("around")
-        return ModelProfile(layers, (), around, rows=2, chunks=2, unit="s", device="cpu")
+        return [ModelProfile(layers, (), around, rows=2, chunks=2, unit="s", device="cpu")]
 
     def typical(observations: Any) -> list[float]:
         assert torch.distributed.get_rank() == 0 and observations

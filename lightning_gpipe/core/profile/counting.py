@@ -1,8 +1,8 @@
 """Counts the bytes that layers save and hand on, in a first run of each.
 
 Of layers that are alike only the first runs. Those that are alike but for their own numbers might
-compute with these, so all of them run. A tensor that two layers save, as the output of one and the
-input of the next, counts once.
+compute with these, so all of them run with the fewest rows: what they save tells whether they do. A
+tensor that two layers save, as the output of one and the input of the next, counts once.
 """
 
 from __future__ import annotations
@@ -106,6 +106,9 @@ class LayerRun(NamedTuple):
 class LayerCounter:
     """Counts layers, in order, for a micro-batch.
 
+    The counter of one with ``fewer`` rows, which goes first, tells whether layers that are alike
+    but for their own numbers save as much.
+
     Attributes:
         costs: The bytes that each layer saves, and the costs of a run.
         sizes, saved: The bytes that layers hand to later ones, and those first saved there.
@@ -121,6 +124,7 @@ class LayerCounter:
         meter: Meter,
         stages: Sequence[Stage],
         kind_of: KindOf,
+        fewer: LayerCounter | None,
         *,
         split: bool,
     ) -> None:
@@ -134,7 +138,7 @@ class LayerCounter:
         self.outputs: dict[int, FlatTree] = {}
         self._program, self._meter, self._split = program, meter, split
         self._bytes = SavedBytes()
-        self._kind_of = kind_of
+        self._kind_of, self._fewer = kind_of, fewer
         self._repeated = repeated(stages, kind_of)
         self._numbers: dict[Hashable, int] = {}  # of kinds
         # The runs of repeated layers that differ, and which of their outputs were counted.
@@ -170,7 +174,9 @@ class LayerCounter:
         if not self._repeated[j]:
             return self._run(stage, inputs)
         counted = self._bytes.are_counted(inputs.leaves)
-        key = key_of(stage, self._program.parts[j], inputs, self._kind_of), tuple(counted)
+        part, kind = self._program.parts[j], self._fewer and self._fewer.kinds[j][0]
+        alike = key_of(stage, part, inputs, self._kind_of, numbered=kind is None)
+        key = alike, kind, tuple(counted)
         if key not in self._runs:
             run = self._run(stage, inputs)
             self._runs[key] = run, self._bytes.are_counted(run.outputs.leaves)

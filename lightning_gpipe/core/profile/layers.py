@@ -26,9 +26,9 @@ class Subject:
 
     Attributes:
         beside: Other piped modules of the model, which are not around these layers.
-        microbatches: Micro-batches by their number of rows: the largest of the mini-batch and, to
-            tell the costs per row from fixed ones, a smaller one.
-        chunks: The number of micro-batches of the mini-batch.
+        microbatches: Micro-batches by their number of rows, from the largest.
+        chunks: How many of them the mini-batch has, by their number of rows. For each there is a
+            profile, and the next smaller micro-batch tells the costs per row from fixed ones.
     """
 
     root: nn.Module
@@ -37,16 +37,17 @@ class Subject:
     beside: Sequence[nn.Module]
     program: Program
     microbatches: Mapping[int, Any]
-    chunks: int
+    chunks: Mapping[int, int]
 
 
 def profile_layers(
     subject: Subject, device: torch.device, optimizer: Optimizers = None, *, split: bool = False
-) -> ModelProfile:
-    """Measure what each layer costs, in training mode and the caller's autocast.
+) -> list[ModelProfile]:
+    """Measure what each layer costs in micro-batches of each size, in the caller's autocast.
 
-    Parameters, gradients, buffers, attributes of layers and random generators do not change. Raises
-    a TypeError or a ValueError for the optimizer, or the error of a layer with a note.
+    Layers are in training mode. Parameters, gradients, buffers, attributes of layers and random
+    generators do not change. Raises a TypeError or a ValueError for the optimizer, or the error of
+    a layer with a note.
     """
     stages = _stages(subject.layers, device)
     modules = [module for stage in stages for module in stage.modules]
@@ -56,19 +57,22 @@ def profile_layers(
     with preserved(modules, [device]), torch.enable_grad():
         rounds.run()
     *static, around = _static_costs(subject, state_bytes)
-    return ModelProfile(
-        tuple(
-            replace(profile, **costs)
-            for profile, costs in zip(static, rounds.costs(subject.chunks), strict=True)
-        ),
-        rounds.carried,
-        around,
-        max(subject.microbatches),
-        subject.chunks,
-        rounds.meter.unit,
-        str(device),
-        rounds.output,
-    )
+    return [
+        ModelProfile(
+            tuple(
+                replace(profile, **costs)
+                for profile, costs in zip(static, rounds.costs(rows, chunks), strict=True)
+            ),
+            rounds.carried(rows),
+            around,
+            rows,
+            chunks,
+            rounds.meter.unit,
+            str(device),
+            rounds.output(rows),
+        )
+        for rows, chunks in subject.chunks.items()
+    ]
 
 
 def _stages(partitions: Sequence[Partition], device: torch.device) -> list[Stage]:

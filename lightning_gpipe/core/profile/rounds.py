@@ -5,8 +5,8 @@ mini-batch has them. A layer that runs repeatedly finds its parameters in the ca
 gradients in memory that is in use; in a mini-batch other layers run in between. So each layer is
 measured once in a round, and the gradients of several layers are alive at once. If the machine is
 slow for a moment, that is one measurement of many layers, which medians leave out. Of layers that
-are alike a round measures one. There are as many rounds as it takes until their sum is known: a
-stage of many layers is what counts.
+are alike a round measures one. There are as many rounds for each size of micro-batches as it takes
+until the sum over the layers is known: a stage of many layers is what counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALIVE = 2**28  # bytes; more than caches have, and than memory that is freed an
 _OFTEN = 8  # the empty stage is measured after as many layers
 _ROUNDS = 2, 9  # with times: at least, at most
 _ERROR = 0.03  # of the times, at which there are enough rounds
-_SECONDS = 3.0  # in all rounds, after which there is none more if more than the least have run
+_SECONDS = 3.0  # in the rounds of a size, after which there is none if more than the least ran
 
 
 @dataclass(eq=False)
@@ -55,62 +55,75 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.device)
+        self._sizes = sorted(self.microbatches, reverse=True)
         once = cache(kind_of)
-        self._counted = {
-            rows: LayerCounter(self.program, self.meter, self.stages, once, split=self.split)
-            for rows in self.microbatches
-        }
+        self._counted: dict[int, LayerCounter] = {}
+        fewer: LayerCounter | None = None
+        for rows in reversed(self._sizes):
+            self._counted[rows] = LayerCounter(
+                self.program, self.meter, self.stages, once, fewer, split=self.split
+            )
+            if not self.meter.exact:  # or operations differ where bytes do not
+                fewer = self._counted[rows]
         self._gradients: list[Tensor] = []  # those that are alive
         times = partial(Times, self.meter, self._gradients, split=self.split)
-        self._times = {rows: defaultdict[int, Times](times) for rows in self.microbatches}
-        self._overhead = times()
+        self._fewest = self._sizes[-1]
+        self._times = {
+            rows: defaultdict[int, Times](partial(times, twice=rows == self._fewest))
+            for rows in self._sizes
+        }
+        self._overhead = times(twice=True)
         self._nothing = chain([[(nn.Identity(), "nothing")]])
 
     def run(self) -> None:
-        self._round(self._count)
-        if self.meter.exact:
-            return
+        self._round(self._count, self._sizes[::-1])  # each tells what is alike with more rows
+        sizes = [] if self.meter.exact else self._sizes
         least, most = _ROUNDS
         for number in range(most):
-            self._round(partial(self._time, number))
-            self._gradients.clear()
-            if number + 1 >= least and self._agree(enough=number + 1 > least):
+            if not sizes:
                 break
+            self._round(partial(self._time, number), sizes)
+            self._gradients.clear()
+            if number + 1 >= least:
+                enough = number + 1 > least
+                sizes = [rows for rows in sizes if not self._is_known(rows, enough=enough)]
 
-    def costs(self, chunks: int) -> list[dict[str, Any]]:
+    def costs(self, rows: int, chunks: int) -> list[dict[str, Any]]:
+        """Return the costs of each layer in a mini-batch of so many micro-batches of ``rows``."""
         fields: list[dict[str, Any]] = []
         for k in range(len(self.stages)):
-            by_rows = {rows: self._costs_of(k, rows, chunks) for rows in self.microbatches}
+            by_rows = {each: self._costs_of(k, each, chunks) for each in self._through(rows)}
             names = next(iter(by_rows.values()))
             costs: dict[str, Any] = {
-                name: LinearCost.through({rows: cost[name] for rows, cost in by_rows.items()})
+                name: LinearCost.through({each: cost[name] for each, cost in by_rows.items()})
                 for name in names
             }
             fields.append(costs | {"waited": any(c.waited[k] for c in self._counted.values())})
         return fields
 
-    @property
-    def output(self) -> LinearCost:
-        return LinearCost.through({rows: each.output for rows, each in self._counted.items()})
+    def output(self, rows: int) -> LinearCost:
+        return LinearCost.through(
+            {each: self._counted[each].output for each in self._through(rows)}
+        )
 
-    @property
-    def carried(self) -> tuple[CarriedValue, ...]:
-        counted = self._counted.items()
-        pairs = dict.fromkeys(ends for _, each in counted for ends in each.sizes)
+    def carried(self, rows: int) -> tuple[CarriedValue, ...]:
+        counted = {each: self._counted[each] for each in self._through(rows)}
+        pairs = dict.fromkeys(ends for each in counted.values() for ends in each.sizes)
         return tuple(
             CarriedValue(
                 *ends,
-                LinearCost.through({rows: each.sizes[ends] for rows, each in counted}),
-                LinearCost.through({rows: each.saved[ends] for rows, each in counted}),
+                LinearCost.through({n: each.sizes[ends] for n, each in counted.items()}),
+                LinearCost.through({n: each.saved[ends] for n, each in counted.items()}),
             )
             for ends in pairs
         )
 
-    def _round(self, visit: Callable[[Stage, int, Flow], None]) -> None:
-        flows = {
-            rows: Flow(microbatch, self.program, self.device)
-            for rows, microbatch in self.microbatches.items()
-        }
+    def _through(self, rows: int) -> list[int]:
+        """Return ``rows`` and the next smaller size: costs are linear between the two."""
+        return [each for each in self._sizes if each <= rows][:2]
+
+    def _round(self, visit: Callable[[Stage, int, Flow], None], sizes: Sequence[int]) -> None:
+        flows = {rows: Flow(self.microbatches[rows], self.program, self.device) for rows in sizes}
         for stage in self.stages:
             for rows, flow in flows.items():
                 visit(stage, rows, flow)
@@ -135,13 +148,10 @@ class Rounds:
             x = torch.zeros(1, device=self.device, requires_grad=True)
             self._overhead.measure(self.empty, self._nothing, tree_flatten(x))
 
-    def _agree(self, *, enough: bool) -> bool:
-        """Return whether the times are known, or have taken too long in ``enough`` rounds."""
-        times = [
-            (each, self._counted[rows].alike[kind])
-            for rows, by_kind in self._times.items()
-            for kind, each in by_kind.items()
-        ]
+    def _is_known(self, rows: int, *, enough: bool) -> bool:
+        """Return whether the times of a size agree, or have taken too long in ``enough`` rounds."""
+        alike = self._counted[rows].alike
+        times = [(each, alike[kind]) for kind, each in self._times[rows].items()]
         # Layers that are not alike are too slow and too fast independently of one another.
         error = math.hypot(*(number * each.error for each, number in times))
         total = sum(number * median(each.totals) for each, number in times)
@@ -152,54 +162,57 @@ class Rounds:
         counted = self._counted[rows].costs[k]
         if self.meter.exact:
             return counted
-        overhead = self._overhead.of(chunks)
+        later = (chunks - 1) / chunks
+        overhead = self._overhead.of(later)
         kind, _ = self._counted[rows].kinds[k]
-        times = self._times[rows][kind].of(chunks)
+        fewest, _ = self._counted[self._fewest].kinds[k]
+        times = self._times[rows][kind].of(later, self._times[self._fewest][fewest])
         return counted | {name: max(0.0, time - overhead[name]) for name, time in times.items()}
 
 
 class Times:
     """The times of a stage for micro-batches of one size, in rounds with these ``totals``.
 
-    The ``gradients`` that are alive get those of the stage.
+    The ``gradients`` that are alive get those of the stage. A first backward makes gradients, to
+    which each later one adds its own: ``twice`` measures both.
     """
 
-    def __init__(self, meter: Meter, gradients: list[Tensor], *, split: bool) -> None:
-        self._meter, self._gradients, self._split = meter, gradients, split
+    def __init__(self, meter: Meter, gradients: list[Tensor], *, split: bool, twice: bool) -> None:
+        self._meter, self._gradients = meter, gradients
+        self._split, self._twice = split, twice
         self._forward: list[float] = []
         self._dropping: list[float] = []
         self.totals: list[float] = []
-        # Of backwards or their parts: the first of a mini-batch, and each later one.
-        self._backward: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        # Of backwards or their parts: the first of a mini-batch and, measured twice, a later one.
+        self._backward: defaultdict[str, list[list[float]]] = defaultdict(list)
 
     def measure(self, stage: Stage, program: Program, inputs: FlatTree) -> FlatTree:
-        """Run F0 F1 R1 B1 B0, or F0 F1 B1 W1 B0 W0 for both parts of backwards; return outputs."""
-        meter, pairs = self._meter, {}
+        """Run F0 F1 B0, or F0 F1 R1 B1 B0 twice, then both parts of backwards; return outputs."""
+        meter, order = self._meter, (1, 0) if self._twice else (0,)
+        times: defaultdict[str, list[float]] = defaultdict(list)
         with alone(stage, program, recomputed=[1]) as single:
             outputs, forward = meter(partial(single.forward, 0, inputs.detached()))
             _, dropping = meter(partial(single.forward, 1, inputs.detached()))
-            single.recompute(1)
-            _, first = meter(partial(single.backward, 1, gradients_for(outputs)))
-            _, later = meter(partial(single.backward, 0, gradients_for(outputs)))
+            if self._twice:
+                single.recompute(1)
+            for i in order:
+                _, seconds = meter(partial(single.backward, i, gradients_for(outputs)))
+                times["backward"].append(seconds)
             _keep_alive(self._gradients, single.take_gradients())
-        self._forward.append(forward)
-        self._dropping.append(dropping)
-        pairs["backward"] = first, later
         if self._split:
             with alone(stage, program, split=True) as single:
-                both = [single.forward(i, inputs.detached()) for i in (0, 1)]
-                _, first_inputs = meter(partial(single.backward, 1, gradients_for(both[1])))
-                _, first_weights = meter(partial(single.weights, 1))
-                _, later_inputs = meter(partial(single.backward, 0, gradients_for(both[0])))
-                _, later_weights = meter(partial(single.weights, 0))
+                own = {i: single.forward(i, inputs.detached()) for i in sorted(order)}
+                for i in order:
+                    _, seconds = meter(partial(single.backward, i, gradients_for(own.pop(i))))
+                    times["inputs"].append(seconds)
+                    _, seconds = meter(partial(single.weights, i))
+                    times["weights"].append(seconds)
                 _keep_alive(self._gradients, single.take_gradients())
-            pairs |= {
-                "inputs": (first_inputs, later_inputs),
-                "weights": (first_weights, later_weights),
-            }
-        for name, pair in pairs.items():
-            self._backward[name].append(pair)
-        self.totals.append(forward + dropping + sum(map(sum, pairs.values())))
+        self._forward.append(forward)
+        self._dropping.append(dropping)
+        for name, found in times.items():
+            self._backward[name].append(found)
+        self.totals.append(forward + dropping + sum(map(sum, times.values())))
         return outputs
 
     @property
@@ -209,13 +222,20 @@ class Times:
         deviation = median(abs(total - middle) for total in self.totals)
         return deviation / math.sqrt(len(self.totals))
 
-    def of(self, chunks: int) -> dict[str, float]:
-        """Return the mean time of each action in a mini-batch of ``chunks``, by the medians."""
+    def of(self, later: float, twice: Times | None = None) -> dict[str, float]:
+        """Return the mean time of each action if a share of backwards adds to gradients.
+
+        To add takes as long for micro-batches of any size: the times of one measured it ``twice``.
+        """
         times = {"forward": median(self._forward), "dropping": median(self._dropping)}
-        for name, pairs in self._backward.items():
-            first, later = map(median, zip(*pairs, strict=True))
-            times[name] = (first + (chunks - 1) * later) / chunks
+        for name in self._backward:
+            first, *_ = self._medians(name)
+            before, after = (twice or self)._medians(name)
+            times[name] = first + later * (after - before)
         return times
+
+    def _medians(self, name: str) -> list[float]:
+        return list(map(median, zip(*self._backward[name], strict=True)))
 
 
 def _keep_alive(gradients: list[Tensor], new: list[tuple[Tensor, Tensor]]) -> None:

@@ -135,14 +135,14 @@ def test_block_that_differs_runs_itself(change: Callable[[Block], None]) -> None
     assert (costs[4] != costs[3]) == (change in (wider, of_another_kind))
 
 
-COUNTED, TIMED = 2 * 2, 2 * 3 * 2  # runs of a block: with two sizes, in two rounds with times
+COUNTED, TIMED = 2, 3 + 2  # runs of a block: with each size; in a round, with fewer and more rows
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_times_of_blocks_that_are_alike(
     change: Callable[[Block], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block that differs only in its own number is counted itself, and not timed."""
+    """A block that differs only in its own number is counted with fewest rows, and not timed."""
     Clock().replace(monkeypatch)
     few, _ = runs(device="cpu")
     many, _ = runs(blocks=29, device="cpu")
@@ -152,7 +152,28 @@ def test_times_of_blocks_that_are_alike(
     if change is with_an_index:
         assert changed - few == COUNTED
     else:
-        assert changed - few >= COUNTED + TIMED
+        assert changed - few >= 2 * COUNTED + 2 * TIMED
+
+
+def test_blocks_whose_numbers_tell_what_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted one by one with the fewest rows only, and differ with more rows, too."""
+
+    class Numbered(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.linear, self.index = nn.Linear(WIDTH, WIDTH), index
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            return x.exp() * 2 if self.index % 2 else x * 2
+
+    Clock().replace(monkeypatch)
+    model = nn.Sequential(*map(Numbered, range(6)))
+
+    found = profile(model, torch.randn(ROWS, WIDTH))
+
+    per_row = [layer.saved.at(ROWS) / ROWS for layer in found.layers]
+    assert per_row == [4 * WIDTH, 8 * WIDTH] * 3
 
 
 def test_each_of_the_blocks_that_are_alike_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +190,7 @@ def test_each_of_the_blocks_that_are_alike_has_its_turn(monkeypatch: pytest.Monk
 
     profile(layers, torch.randn(ROWS, WIDTH))
 
-    first, second = ran[-24:-12], ran[-12:]
-    assert first == [layers[0]] * 6 + [layers[1]] * 6
-    assert second == [layers[0]] * 6 + [layers[2]] * 6  # the first is alone: its input is no output
+    first, second = ran[-4 * TIMED : -2 * TIMED], ran[-2 * TIMED :]
+    assert first == [layers[0]] * TIMED + [layers[1]] * TIMED
+    # The first is alone: its input is no output.
+    assert second == [layers[0]] * TIMED + [layers[2]] * TIMED

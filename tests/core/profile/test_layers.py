@@ -221,7 +221,7 @@ def test_layer_that_rejects_its_input_is_named(kind: str) -> None:
 
     if kind != "blocks":  # it was rehearsed before it was measured
         (note,) = raised.value.__notes__[-1:]
-        assert "(Linear), which ran by itself on a micro-batch of 8 rows, on cpu" in note
+        assert "(Linear), which ran by itself on a micro-batch of 4 rows, on cpu" in note
 
 
 def test_layer_that_cannot_run_alone_is_named() -> None:
@@ -332,6 +332,10 @@ def test_backward_is_the_mean_over_a_mini_batch(clock: Clock, chunks: int) -> No
     assert layer.backward.at(8) == 16 + 3 * (chunks - 1) / chunks
 
 
+# Forwards of a layer: to count, and in a round, by rows: with the fewest, two backwards are timed.
+COUNTED, TIMED = 2, {2: 2, 1: 3}
+
+
 @pytest.mark.parametrize(
     "seconds, factors, rounds",
     [
@@ -344,19 +348,18 @@ def test_backward_is_the_mean_over_a_mini_batch(clock: Clock, chunks: int) -> No
 )
 def test_number_of_rounds(seconds: float, factors: list[float], rounds: int, clock: Clock) -> None:
     """As many as it takes until the times agree, and no more than a budget of time allows."""
-    counted, round_ = 2 * 2, 2 * 3  # forwards with two sizes
-    ran: list[float] = []
+    ran: dict[int, list[float]] = {2: [], 1: []}  # by rows
 
     class Varies(Takes):
         def forward(self, x: Tensor) -> Tensor:
-            number = max(0, len(ran) - counted) // round_
+            number = max(0, len(ran[len(x)]) - COUNTED) // TIMED[len(x)]
             self.forward_time = seconds * factors[number % len(factors)]
-            ran.append(self.forward_time)
+            ran[len(x)].append(self.forward_time)
             return super().forward(x)
 
     costs = profile(nn.Sequential(Varies(clock, seconds)), batch(2), chunks=1)
 
-    measured = sorted(ran[counted::round_])
+    measured = ran[2][COUNTED :: TIMED[2]]
     assert len(measured) == rounds
     (layer,) = costs.layers
     assert layer.forward.at(2) == pytest.approx(2 * median(measured))
@@ -367,18 +370,18 @@ def test_layers_that_differ_need_not_be_known_one_by_one(clock: Clock) -> None:
 
     Once as many rounds ran as a single one of them needs, four times as long as was allowed.
     """
-    ran: list[int] = []
+    ran: list[tuple[int, int]] = []
 
     class Varies(Takes):
         def forward(self, x: Tensor) -> Tensor:
-            width = len(self.weight)
-            round_ = ran.count(width) // 6
+            width, rows = len(self.weight), len(x)
+            round_ = (ran.count((width, rows)) - COUNTED) // TIMED[rows]
             self.forward_time = 1.3 if (round_ + width) % 2 else 1.0
-            ran.append(width)
+            ran.append((width, rows))
             return super().forward(x)
 
     layers = nn.Sequential(*(Varies(clock, 1.0, width=1 + k) for k in range(40)))
     profile(layers, batch(2), chunks=1)
 
-    # Forwards with two sizes: two to count, three in each round.
-    assert {ran.count(1 + k) for k in range(40)} == {2 * 2 + 2 * 2 * 3}
+    for rows, timed in TIMED.items():
+        assert {ran.count((1 + k, rows)) for k in range(40)} == {COUNTED + 2 * timed}

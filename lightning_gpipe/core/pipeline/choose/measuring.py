@@ -82,13 +82,16 @@ class LayerMeasurement:
         }
         return [of_kind[_kind(device)] for device in self.devices]
 
-    def at(self, chunks: int) -> ModelProfile:
-        return self.measure(self.devices[0], chunks)[0]
+    def at(self, numbers: Sequence[int]) -> list[ModelProfile]:
+        """Return the costs of the only module for each of several numbers of micro-batches."""
+        (profiles,) = self._measured(self.devices[0], numbers)
+        return profiles
 
     def most(self, chunks: int) -> int:
         """Return how many micro-batches the mini-batch of the only module makes, up to a number."""
         (piped,), (entry,) = self.modules, self._entries
-        return subject_of(piped, entry, chunks, self.microbatching).chunks
+        (number,) = subject_of(piped, entry, [chunks], self.microbatching).chunks.values()
+        return number
 
     @cached_property
     def counts(self) -> bool:
@@ -100,14 +103,17 @@ class LayerMeasurement:
     def _entries(self) -> Sequence[Entry]:
         return self.entries()
 
-    def measure(self, device: torch.device, chunks: int | None = None) -> list[ModelProfile]:
+    def measure(self, device: torch.device) -> list[ModelProfile]:
+        return [profile for (profile,) in self._measured(device, [self.chunks])]
+
+    def _measured(self, device: torch.device, numbers: Sequence[int]) -> list[list[ModelProfile]]:
+        """Return the costs of each module for each number of micro-batches."""
         device = META if self.counts else device
         profiles = []
         for piped, entry in zip(self.modules, self._entries, strict=True):
             beside = [other.module for other in self.modules if other is not piped]
-            number = chunks or self.chunks
             subject = subject_of(
-                piped, entry, number, self.microbatching, beside, by_rows=self.by_rows
+                piped, entry, numbers, self.microbatching, beside, by_rows=self.by_rows
             )
             with intra_op_threads(torch.get_num_threads() // len(self.devices)):
                 profiles.append(profile_layers(subject, device, self.optimizer, split=self.split))

@@ -248,18 +248,16 @@ def plan_measured(
 def _profiles(measuring: LayerMeasurement, chunks: int | None, stages: int) -> list[ModelProfile]:
     """Measure the layers with micro-batches of as many sizes as a plan needs, if they fit."""
     if chunks is not None:
-        return [measuring.at(chunks)]
+        return measuring.at([chunks])
     most = 1 if measuring.counts else measuring.most(_MOST * stages)
-    # Each measures half of its rows, too.
     numbers = list(takewhile(most.__ge__, (4**k for k in count())))
-    profiles = []
-    for number in numbers:
+    while True:
         try:
-            profiles.append(measuring.at(number))
+            return measuring.at(numbers)
         except torch.OutOfMemoryError:
-            if number == numbers[-1] and not profiles:
+            if len(numbers) == 1:
                 raise
-    return profiles
+            del numbers[0]  # of which the micro-batches are the largest
 
 
 def _place(device: torch.device, requested: Requested) -> Place:

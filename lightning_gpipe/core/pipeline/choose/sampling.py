@@ -93,25 +93,34 @@ def entries_with(modules: Sequence[PipedModule], sample: Any) -> list[Entry]:
 def subject_of(
     piped: PipedModule,
     entry: Entry,
-    chunks: int,
+    numbers: Sequence[int],
     microbatching: MicroBatching | None,
     beside: Sequence[nn.Module] = (),
     *,
     by_rows: bool = True,
 ) -> Subject:
-    """Return a micro-batch to profile and, with ``by_rows``, one of about half of its rows."""
+    """Return micro-batches to profile: for each number of them the first one.
+
+    With ``by_rows``, there is one more, of about half of the rows of the last.
+    """
     microbatching = microbatching or Rows(at_least=rows_needed(piped.module))
-    pieces = microbatching.split(as_batch(entry.values), chunks)
+    divided = [microbatching.split(as_batch(entry.values), number) for number in numbers]
     microbatches: dict[int, Any] = {}
-    for piece in [pieces[0], *(microbatching.split(pieces[0], 2)[-1:] if by_rows else ())]:
-        division = microbatching.division([piece])
-        microbatches.setdefault(1 if division is None else division.sizes[0], piece)
-    if microbatching.division(pieces) is None:
-        microbatches = {1: pieces[0]}  # the number of its rows is not known
+    chunks: dict[int, int] = {}
+    for pieces in divided:
+        rows = _rows_in(pieces[0], microbatching) or 1  # of all, if it is not known
+        microbatches.setdefault(rows, pieces[0])
+        chunks.setdefault(rows, len(pieces))
+    half = microbatching.split(divided[-1][0], 2)[-1] if by_rows else None
+    if half is not None and (rows_of_half := _rows_in(half, microbatching)):
+        microbatches.setdefault(rows_of_half, half)
     layers, units = entry.layers, piped.frontend.units
-    return Subject(
-        piped.root, layers, units, beside, entry.program, microbatches, chunks=len(pieces)
-    )
+    return Subject(piped.root, layers, units, beside, entry.program, microbatches, chunks)
+
+
+def _rows_in(microbatch: Any, microbatching: MicroBatching) -> int | None:
+    division = microbatching.division([microbatch])
+    return None if division is None else division.sizes[0]
 
 
 def _unit_partitions(piped: PipedModule) -> list[Partition]:

@@ -5,13 +5,15 @@ Here are also the tests of ``choose/options``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe import GPipe, Place, plan
+from lightning_gpipe import GPipe, MicroBatching, Place, plan
 from tests.support.clocks import Between, Clock, Looped, Takes
 
 
@@ -46,6 +48,58 @@ def test_each_number_of_micro_batches_is_predicted_by_one_of_its_size(clock: Clo
     alone = plan(model, torch.zeros(64, 4), 1, chunks=8).prediction
     assert alone.time == pytest.approx(2 * 64)
     assert plan(model, torch.zeros(64, 4), 1).settings.chunks >= 8
+
+
+class Sees(Takes):
+    """Notes how many rows it gets; more than fit end its forward."""
+
+    def __init__(self, clock: Clock, seen: set[int], fit: float = inf) -> None:
+        super().__init__(clock, 1.0)
+        self._note, self._fit = seen.add, fit
+
+    def pass_time(self, per_row: float, rows: int) -> None:
+        if rows > self._fit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self._note(rows)
+        super().pass_time(per_row, rows)
+
+
+def test_sizes_that_are_measured(clock: Clock) -> None:
+    seen: set[int] = set()
+
+    plan(nn.Sequential(Sees(clock, seen), Sees(clock, seen)), torch.zeros(64, 4), 2)
+
+    assert seen == {64, 16, 4, 2}
+
+
+def test_micro_batches_that_do_not_fit_are_not_measured(clock: Clock) -> None:
+    seen: set[int] = set()
+    model = nn.Sequential(Sees(clock, seen, fit=4), Sees(clock, seen, fit=4))
+
+    found = plan(model, torch.zeros(64, 4), 2)
+
+    assert seen == {4, 2}
+    assert found.prediction.profile.rows == 4
+
+
+def test_nothing_fits_to_be_measured(clock: Clock) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        plan(nn.Sequential(Sees(clock, set(), fit=0)), torch.zeros(64, 4), 1)
+
+
+def test_micro_batches_without_known_rows_are_measured_whole(clock: Clock) -> None:
+    class Halves(MicroBatching):
+        def split(self, batch: Any, chunks: int) -> list[Any]:
+            return list(batch.chunk(min(chunks, 2)))
+
+        def merge(self, outputs: Sequence[Any], batch: Any) -> Any:
+            return torch.cat(list(outputs))
+
+    seen: set[int] = set()
+
+    plan(nn.Sequential(Sees(clock, seen)), torch.zeros(64, 4), 1, microbatching=Halves())
+
+    assert seen == {64}
 
 
 def test_fewer_micro_batches_where_each_has_a_fixed_cost(clock: Clock) -> None:
