@@ -5,7 +5,7 @@ import pytest
 from benchmarks.schedule_peers import THEIRS, main
 from benchmarks.schedules import WAYS
 
-SMALL = ["--width=64", "--time=8", "--batch-size=8", "--chunks=4", "--rounds=1"]
+SMALL = ["--width=64", "--time=8", "--batch-size=8", "--chunks=4", "--rounds=1", "--starts=1"]
 
 
 def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
