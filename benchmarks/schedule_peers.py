@@ -97,7 +97,7 @@ class Alone(Role):
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     given = options(
-        "schedule_peers", __doc__, rounds=5, argv=argv, starts=3, **SIZES | {"blocks": 4}
+        "schedule_peers", __doc__, rounds=7, argv=argv, starts=2, **SIZES | {"blocks": 4}
     )
     task = transformer_task(given)
     times = in_one(timed(task, given, start) for start in range(given.starts))
