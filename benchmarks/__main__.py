@@ -89,7 +89,7 @@ KINDS = {
             Run("frontends", 120),
             Run("pretrained", 60),
             Run("rebalance", 60),
-            Run("processes", 240),
+            Run("processes", 360),
             Run("bubble_audit", 120),
             Run("schedules", 120),
             Run("saved_bytes", 60),
