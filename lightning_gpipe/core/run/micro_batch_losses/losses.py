@@ -58,6 +58,7 @@ class Losses:
         self._scale = scale
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, float] = {}
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._skipped: list[int] = []
         self._norm = 0.0  # the estimated sum of the weights; 0 before one is positive
         self._by_rows = True
@@ -97,8 +98,11 @@ class Losses:
             return None
         if not self._norm:
             self._norm = float(sum(self._rows or ())) if self._by_rows else self._m * weight
-        seed = _beside(loss, self._scale) * (weight / self._norm)
-        return loss, seed.to(loss.dtype).expand_as(loss)
+        kind = weight, loss.dtype, loss.device
+        if kind not in self._seeds:
+            seed = _beside(loss, self._scale) * (weight / self._norm)
+            self._seeds[kind] = seed.to(loss.dtype)
+        return loss, self._seeds[kind].clone().expand_as(loss)  # a hook may edit its gradient
 
     def weighted(self, i: int, term: Term) -> Term:
         """Return a term to be weighted: a sum counts whole, not by its share of the rows."""

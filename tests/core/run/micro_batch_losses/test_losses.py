@@ -63,6 +63,18 @@ def test_scale() -> None:
     assert seed == 1024.0
 
 
+def test_each_backward_starts_from_a_tensor_of_its_own() -> None:
+    """A hook may edit its gradient in place."""
+    losses = Losses(3, [1, 1, 1])
+
+    for i, result in enumerate([loss(1.0), loss(2.0), loss(4.0).reshape(1)]):
+        step = losses.add(i, result)
+        assert step is not None
+        seed = step[1]
+        assert seed.shape == result.shape and float(seed) == pytest.approx(1 / 3)
+        seed.zero_()
+
+
 def test_negative_weight() -> None:
     with pytest.raises(ValueError, match=r"'loss_weight' must be 0 or more: got -1.0"):
         Losses(1, None).add(0, {"loss": loss(1.0), "loss_weight": -1})
