@@ -133,7 +133,9 @@ class Group:
             return bool(same_content)
         # At once: one that has failed knows of no other failure, and would go on alone.
         everyone = self._collect((what, users_line()))
-        if (failure := self._failure(_POLL)) is not None:
+        failure = self._failure(_POLL)
+        # One that has ended since then took part in this, and may have found the same.
+        if failure is not None and not (isinstance(failure, RankFailed) and failure.ended):
             raise failure
         rarest = sorted(range(self.size), key=lambda k: _alike(everyone, k))[:_MOST]
         described = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.transport import RankFailed
 from lightning_gpipe.distributed.group import Group
-from tests.support.processes import assert_equal
+from tests.support.processes import assert_equal, said
 from tests.support.ranks import Pool, Ranks
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -47,6 +49,43 @@ def test_tensors_of_any_form(two_ranks: Pool) -> None:
     assert torch.equal(found[7].to_dense(), base)
     assert found[8]["twice"][0] is found[8]["twice"][1]
     assert found[0].stride() == values[0].stride()
+
+
+class Knows:
+    """A watcher that knows a failure already."""
+
+    def __init__(self, failure: RankFailed) -> None:
+        self.known = failure
+
+    def failure(self, within: float) -> RankFailed:
+        return self.known
+
+    def on_lost_wait(self, act: Callable[[], None]) -> None:
+        """Do nothing: nobody is lost."""
+
+
+def apart(ended: bool) -> str:
+    """What a rank says that waits for something else than the other one, and the second knows."""
+    group = Group(timedelta(seconds=20))
+    failure = RankFailed("rank 0 is known for something")
+    failure.ended = ended
+    if group.rank == 1:
+        group.watchers = [Knows(failure)]
+
+    def wait() -> None:
+        with group.waiting_for(f"the word of rank {group.rank}"):
+            pass
+
+    return said(wait)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_process_that_ends_is_not_why_others_are_out_of_step(two_ranks: Pool, ended: bool) -> None:
+    """It took part, found the same, and was gone before the other one looked for a failure."""
+    first, second = two_ranks.run(apart, ended)
+
+    assert first.startswith("OutOfStep | all processes must do the same")
+    assert second.startswith("OutOfStep | " if ended else "RankFailed | rank 0 is known")
 
 
 def handed(value: Any) -> Any:

@@ -187,7 +187,7 @@ class Times:
         self._backward: defaultdict[str, list[list[float]]] = defaultdict(list)
 
     def measure(self, stage: Stage, program: Program, inputs: FlatTree) -> FlatTree:
-        """Run F0 F1 B0, or F0 F1 R1 B1 B0 twice, then both parts of backwards; return outputs."""
+        """Run F0 F1 B0, or ``twice`` F0 F1 R1 B1 B0; then backwards in parts; return outputs."""
         meter, order = self._meter, (1, 0) if self._twice else (0,)
         times: defaultdict[str, list[float]] = defaultdict(list)
         with alone(stage, program, recomputed=[1]) as single:

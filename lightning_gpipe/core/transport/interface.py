@@ -37,7 +37,12 @@ class RankFailed(RuntimeError):
     The message names its rank and its stages, and its error, or says that nothing was heard of it
     for the time ``lost_after``. After an error the next step works if all processes go on; after a
     loss no step does.
+
+    Attributes:
+        ended: Whether nothing failed: the process has only come to its end.
     """
+
+    ended = False
 
 
 class OutOfStep(RuntimeError):

@@ -22,6 +22,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.transport.interface import OutOfStep, RankFailed
 
 _SENT = "_lightning_gpipe_told"  # in an error: for each ledger, the number of the next exchange
+_ENDED = "has ended", "have ended"
 _BITS = 32  # of the number of an exchange, for those begun since the last failure
 
 
@@ -39,6 +40,11 @@ class Failure(NamedTuple):
             return cls((), " ".join([str(error), *notes]))
         return cls((rank,), " ".join([f"failed: {type(error).__name__}: {error}", *notes]))
 
+    @classmethod
+    def ended(cls, ranks: Sequence[int]) -> Failure:
+        """Make the failure that is none of theirs: these have come to their end."""
+        return cls(tuple(ranks), _ENDED[len(ranks) > 1])
+
     def encode(self) -> str:
         return json.dumps(self)
 
@@ -50,7 +56,9 @@ class Failure(NamedTuple):
     def error(self, numbers: Sequence[int], layout: Layout | None = None) -> RankFailed | OutOfStep:
         if not self.ranks:
             return OutOfStep(self.how)
-        return RankFailed(f"{names_of(self.ranks, numbers, layout)} {self.how}")
+        error = RankFailed(f"{names_of(self.ranks, numbers, layout)} {self.how}")
+        error.ended = self.how in _ENDED
+        return error
 
 
 def names_of(ranks: Sequence[int], numbers: Sequence[int], layout: Layout | None = None) -> str:
@@ -157,7 +165,7 @@ class Ledger:
     def ended(self) -> Failure | None:
         """The processes that have ended while this one has not, or None."""
         ranks = tuple(filter(self.has_ended, self._ends_of))
-        return Failure(ranks, "has ended" if len(ranks) == 1 else "have ended") if ranks else None
+        return Failure.ended(ranks) if ranks else None
 
     def lose(self, ranks: Sequence[int], failure: Failure, *, lives: bool = False) -> bool:
         """Record that ``ranks`` cannot be reached any more; return True for the first failure.

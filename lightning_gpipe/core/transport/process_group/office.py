@@ -283,7 +283,7 @@ class Office:
         with self._lock:
             ended = self.ledger.has_ended(rank)
         if ended:  # this process was still to begin a run, or another one
-            self._lose([rank], Failure((rank,), "has ended"), lives=True)
+            self._lose([rank], Failure.ended([rank]), lives=True)
         else:
             self._notice_loss([rank], f"is lost: {error}")
 
