@@ -24,3 +24,9 @@ def test_small_run_prints_every_row(
     report = capsys.readouterr().out
     for row in (f"ours, {BASE}", "ours, 1F1B", "ScheduleGPipe", "Schedule1F1B"):
         assert row in report
+
+
+def test_ours_beside_theirs_are_among_those_that_run() -> None:
+    names = {way.name for way in WAYS}
+
+    assert all(names.issuperset(each.ours) for each in schedule_peers.THEIRS)

@@ -365,6 +365,24 @@ def test_number_of_rounds(seconds: float, factors: list[float], rounds: int, clo
     assert layer.forward.at(2) == pytest.approx(2 * median(measured))
 
 
+def test_size_that_is_known_is_not_measured_again(clock: Clock) -> None:
+    """Micro-batches of one row take another time in each round; those of two do not."""
+    ran: list[int] = []
+
+    class Varies(Takes):
+        def forward(self, x: Tensor) -> Tensor:
+            round_ = max(0, ran.count(1) - COUNTED) // TIMED[1]
+            factors = [1.0, 9.0, 5.0, 3.0, 7.0] if len(x) == 1 else [1.0]
+            self.forward_time = 1e-6 * factors[round_ % len(factors)]
+            ran.append(len(x))
+            return super().forward(x)
+
+    profile(nn.Sequential(Varies(clock, 1e-6)), batch(2), chunks=1)
+
+    assert ran.count(1) == COUNTED + 9 * TIMED[1]
+    assert ran.count(2) == COUNTED + 2 * TIMED[2]
+
+
 def test_layers_that_differ_need_not_be_known_one_by_one(clock: Clock) -> None:
     """Each of forty takes 1.3 times as long in every other round; together they are known in two.
 

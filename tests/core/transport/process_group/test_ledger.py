@@ -1,5 +1,8 @@
 """Failures by their exchange: who is behind ends those before, and all count alike."""
 
+import pytest
+
+from lightning_gpipe.core.transport import RankFailed
 from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
 
 BURNT = Failure((1,), "failed: burnt")
@@ -118,3 +121,15 @@ def test_end_of_a_process_while_this_one_goes_on() -> None:
     assert ledger.ended == Failure((1, 2), "have ended")
     ledger.end()
     assert ledger.ended is None
+
+
+@pytest.mark.parametrize(
+    "failure, ended",
+    [(Failure.ended([1]), True), (Failure.ended([1, 2]), True), (Failure((1,), "is lost"), False)],
+    ids=["one has ended", "two have ended", "one is lost"],
+)
+def test_error_tells_an_end_from_a_failure(failure: Failure, ended: bool) -> None:
+    error = Failure.decode(failure.encode()).error([0, 1, 2])
+
+    assert isinstance(error, RankFailed)
+    assert error.ended == ended
