@@ -37,7 +37,7 @@ class Job(Task):
         return nullcontext()
 
     @override
-    def perform(self, actions: Sequence[Action]) -> None:
+    def perform(self, actions: Sequence[Action], *, at_once: bool = False) -> None:
         self._function()
 
     @override

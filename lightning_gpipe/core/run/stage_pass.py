@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import repeat
 from types import CodeType, FrameType
 from typing import Any
@@ -44,7 +45,7 @@ from lightning_gpipe.core.faithful import (
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
-from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
+from lightning_gpipe.core.run.backward.roots import Root, now, root_of, roots_of, small_and_apart
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
 from lightning_gpipe.core.run.divided_weights import with_values
 from lightning_gpipe.core.run.gradient_home import GradientTransfer
@@ -204,6 +205,37 @@ class StagePass:
         if activations.former:
             self.lost_gradients.check_inputs(activations.former)
         return FlatTree(gradients_in(leaves), activations.inputs.spec)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether :meth:`backwards` is faster than :meth:`backward` of each, and the same."""
+        around = self._copies or self.host is not None or self.randomness.in_backward is not None
+        if around or self._backward.any_captured:
+            return False
+        kept = self._activations.values()
+        return small_and_apart((each.roots or (), each.inputs.leaves) for each in kept)
+
+    def backwards(self, indices: Sequence[int], gradients: Sequence[FlatTree]) -> list[FlatTree]:
+        """Do :meth:`backward` of micro-batches in one call of autograd, those that ran last first.
+
+        That is the order in which autograd computes them. None was recomputed.
+        """
+        passed = [self._activations.pop(i, None) for i in indices]
+        roots: list[Root | None] = []
+        values: list[Tensor | None] = []
+        for activations, given in zip(passed, gradients, strict=True):
+            if activations is not None:
+                given = filled(given, activations.sizes) if activations.sizes else given
+                if given.leaves:
+                    roots += activations.roots or ()
+                    values += given.leaves
+        self._backward.run_at_once(roots, values)
+        return [
+            FlatTree([])
+            if each is None
+            else FlatTree(gradients_in(each.inputs.leaves), each.inputs.spec)
+            for each in passed
+        ]
 
     def leave(self, i: int) -> None:
         """Let the tensors held for micro-batch ``i`` wait on the host for its backward."""

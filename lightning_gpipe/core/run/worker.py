@@ -38,7 +38,7 @@ class RowTask(Task):
         self._context = context
 
     @override
-    def perform(self, actions: Sequence[Action]) -> None:
+    def perform(self, actions: Sequence[Action], *, at_once: bool = False) -> None:
         exchange = self._exchange
         for action in actions:
             if exchange.cancelled:
@@ -118,9 +118,11 @@ class WorkerTask(RowTask):
         return _Holding(self.using, session) if self._beside_code else session
 
     @override
-    def perform(self, actions: Sequence[Action]) -> None:
+    def perform(self, actions: Sequence[Action], *, at_once: bool = False) -> None:
         begun = 0.0 if self._inline else thread_time()
-        if self._stream is not None:
+        if at_once and self._m > 1 and not self._profiled and self._passes[actions[0].j].at_once:
+            self._perform_at_once(actions)
+        elif self._stream is not None:
             # With another current device, more of the thread's state may differ from the context.
             with torch.cuda.device(self._stream.device), self._context.entered():
                 super().perform(actions)
@@ -165,6 +167,40 @@ class WorkerTask(RowTask):
         if leaving:
             result = self._send_by_routes(action, result, leaving)
         exchange.send(successor(action), result)
+
+    def _perform_at_once(self, actions: Sequence[Action]) -> None:
+        stage_pass = self._passes[actions[0].j]
+        try:
+            self._run_at_once(stage_pass, actions)
+        except BaseException as error:
+            stage = stage_pass.stage
+            add_note(
+                error,
+                f"raised in backward of all {self._m} micro-batches, which autograd computes at "
+                f"once, on {stage}{stage.layer_raising(error)}",
+            )
+            raise
+
+    def _run_at_once(self, stage_pass: StagePass, actions: Sequence[Action]) -> None:
+        exchange, works = self._exchange, stage_pass.works
+        gradients = []
+        for action in actions:
+            value, leaving = exchange.receive(action), works[action.i].leaving
+            if leaving:
+                value = join([value, *(exchange.receive(action, route) for route in leaving)])
+            gradients.append(value)
+        start: Any = self._now()
+        try:
+            results = stage_pass.backwards([action.i for action in actions], gradients)
+        except RuntimeError as error:
+            check_late_edit(error, stage_pass.stage)
+            raise
+        share = (self._now() - start) / len(actions)  # autograd does not say how long each took
+        for k, (action, result) in enumerate(zip(actions, results, strict=True)):
+            self._record((self._w, action, start + k * share, start + (k + 1) * share))
+            if arriving := works[action.i].arriving:
+                result = self._send_by_routes(action, result, arriving)
+            exchange.send(successor(action), result)
 
     def _run_alone(self, action: Action) -> None:
         """Run an action without inputs from other stages or results for them."""

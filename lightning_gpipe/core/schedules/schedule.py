@@ -258,6 +258,21 @@ class Schedule:
             self._turns[workers] = [(worker, tuple(row)) for worker, row in groups]
         return self._turns[workers]
 
+    @cached_property
+    def turns_by_stage(self) -> Sequence[tuple[int, Row]]:
+        """The turns in which one thread runs all backwards of a stage, then those before it.
+
+        None, if the phase has other actions too, or begins with other than the last micro-batch:
+        autograd, which may be given all backwards of a turn at once, begins with the latest graph.
+        """
+        turns = []
+        for j, worker in reversed([*enumerate(self.placement)]):
+            row = tuple(action for action in self.rows[worker] if action.j == j)
+            if row != tuple(Action(Kind.BACKWARD, i, j) for i in reversed(range(self.m))):
+                return ()
+            turns.append((worker, row))
+        return () if self.caller else turns
+
     def _sequence_of(self, workers: tuple[int, ...]) -> Iterator[Action]:
         if self.whole is not None:  # calls have the same place in all processes
             others = {*self.whole.caller}.difference(self.caller)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import NOTHING, intra_op_threads, together
-from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.layout import HOST, Layout
 from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
@@ -74,6 +74,9 @@ class InlineTransport(Transport):
         self._layout = layout
         self._shares = shares if cores is None else len(layout.devices)
         self._cores = cores
+        # On other devices a stage need not wait for all micro-batches of the next one.
+        own_devices = {*layout.devices} != {HOST}
+        self._at_once = not (own_devices or layout.spread or cores is not None)
         self._exclusion = exclusion or Exclusion(layout)
         self._copies: Copies | None = None
         self._may_run = False  # True during a run, and perhaps after a failed one
@@ -135,12 +138,16 @@ class InlineTransport(Transport):
             task_of[len(self._layout.devices)] = caller
         sessions = [task.session(joined=k > 0) for k, task in enumerate(tasks)]
         self._may_run = True
+        phase = exchange.phase
+        by_stage = phase.turns_by_stage if self._at_once else ()
         with together([self.sharing(), *sessions]):
-            for worker, row in exchange.phase.turns_of(tuple(self._layout.workers_here)):
-                if self._cores is None:
+            for worker, row in by_stage or phase.turns_of(tuple(self._layout.workers_here)):
+                if by_stage:
+                    task_of[worker].perform(row, at_once=True)
+                elif self._cores is None:
                     task_of[worker].perform(row)
                 else:
-                    perform_with(self._cores, exchange.phase, task_of[worker], row)
+                    perform_with(self._cores, phase, task_of[worker], row)
         self._may_run = False
 
     @override

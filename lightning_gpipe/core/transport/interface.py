@@ -135,8 +135,11 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Perform some actions of the row, one after another."""
+    def perform(self, actions: Sequence[Action], *, at_once: bool = False) -> None:
+        """Perform some actions of the row, one after another.
+
+        With ``at_once``, they are all backwards of a stage, and nobody waits for one of them alone.
+        """
 
     @abstractmethod
     def abandon(self) -> None:

@@ -45,6 +45,30 @@ def test_turns_are_the_sequence_by_worker() -> None:
     ]
 
 
+def test_turns_by_stage() -> None:
+    turns = fill_drain(2, one_each(2)).phase(1).turns_by_stage
+
+    assert [(worker, [f"{action}@{action.j}" for action in row]) for worker, row in turns] == [
+        (1, ["B1@1", "B0@1"]),
+        (0, ["B1@0", "B0@0"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        fill_drain(2, one_each(2)).phase(0),
+        fill_drain(2, one_each(2), recomputed=1).phase(1),
+        fill_drain(2, one_each(2), split=True).phase(1),
+        fill_drain(2, one_each(2)).with_gradients.phase(1),
+        schedule_for("1f1b", 2, one_each(2)).phase(0),
+    ],
+    ids=["forward", "recomputed", "split", "gradients", "by micro-batch"],
+)
+def test_other_phases_have_no_turns_by_stage(phase: Schedule) -> None:
+    assert phase.turns_by_stage == ()
+
+
 def test_workers_at_work_while_an_action_runs() -> None:
     schedule = fill_drain(3, one_each(2))
     forward, backward = (

@@ -35,7 +35,7 @@ class Noted(Job):
         self._place.append(f"{self._name} ends")
 
     @override
-    def perform(self, actions: Sequence[Action]) -> None:
+    def perform(self, actions: Sequence[Action], *, at_once: bool = False) -> None:
         self._place.append(" ".join(map(str, actions)))
 
 

@@ -41,7 +41,7 @@ class StageBackward:
         self._used_leaves = used_leaves
         self._splits = splits
         self.searching = used_leaves.searching
-        self._any_captured = False
+        self.any_captured = False
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf and its gradient, by id
         self._pending: dict[int, SplitBackward] = {}  # by micro-batch, between B and W
 
@@ -55,7 +55,7 @@ class StageBackward:
         # A tensor that a layer computes from its parameters, keeps, and uses for the next
         # micro-batches too, has a graph that the backward of each of them needs.
         any_captured = bool(captured) or revisits(map(root_of, outputs), since)
-        self._any_captured |= any_captured
+        self.any_captured |= any_captured
         behavior.searches += 1
         behavior.captures |= any_captured
         behavior.searching = behavior.captures or behavior.searches < _SEARCHES
@@ -69,7 +69,7 @@ class StageBackward:
     ) -> None:
         """Run backward of micro-batch ``i``, or B of it; not split if others share its graph."""
         try:
-            if self._any_captured:
+            if self.any_captured:
                 self._run_to_captured(roots, gradients)
                 return
             if self._splits is not None:
@@ -78,6 +78,14 @@ class StageBackward:
                     self._pending[i] = backward
                     backward.run_inputs()
                     return
+            run_backward(roots, gradients)
+        except RuntimeError as error:
+            refuse_second_backward(error)
+            raise
+
+    def run_at_once(self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]) -> None:
+        """Run the backwards of several micro-batches in one call of autograd, without splits."""
+        try:
             run_backward(roots, gradients)
         except RuntimeError as error:
             refuse_second_backward(error)
