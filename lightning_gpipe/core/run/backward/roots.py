@@ -153,7 +153,7 @@ def _few_nodes(roots: Sequence[Root | None], inputs: Sequence[Any]) -> Collectio
     for node in ways:  # the loop appends to them
         if node is None or node in nodes:
             continue
-        if is_leaf(node):
+        if type(node) is _LEAF:
             if node in ends and all(node.variable is not leaf for leaf in inputs):
                 return None
             ends.add(node)
@@ -161,7 +161,8 @@ def _few_nodes(roots: Sequence[Root | None], inputs: Sequence[Any]) -> Collectio
         if len(nodes) == _FEW or isinstance(node, torch._C._FunctionBase):
             return None
         nodes[node] = None
-        ways += (after for after, _ in node.next_functions)
+        for after, _ in node.next_functions:
+            ways.append(after)
     return nodes
 
 
