@@ -4,7 +4,9 @@ With one stage on one device a pipeline gains nothing, so its cost can be measur
 LightningModule, a language model of the size of ``make demo``, is fitted by a Trainer without a
 strategy and by one with ``GPipeStrategy([k], chunks=1)``. The fits do one batch each, in turns, and
 all of it is timed: from the end of one batch to the end of the next, with data, hooks and
-optimizer. Each runs on a thread of its own; the time to wake it does not count.
+optimizer. Each runs on a thread of its own; the time to wake it does not count. They are started
+several times, in a drawn order, since where in memory a model has its tensors changes its time by
+some per cent, and the rounds count as those of one contest.
 
 For information, the same with recomputation, against ``torch.utils.checkpoint`` around all layers;
 a ``GPipe`` of these layers as a module of plain Lightning, to tell what the strategy adds to the
@@ -17,6 +19,8 @@ the cost alone.
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.harness import Report, Times, agree, contest, options, ratio
+from benchmarks.harness import Report, Times, agree, contest, in_one, options, ratio
 from benchmarks.harness.fits import fitting, for_ever, quiet
 from benchmarks.models.transformer import transformer
 from lightning_gpipe import GPipe, GPipeStrategy
@@ -46,8 +50,9 @@ def main(argv: list[str] | None = None) -> None:
     given = options(
         "trainer_overhead",
         __doc__,
-        rounds=40,
+        rounds=10,
         argv=argv,
+        starts=4,
         blocks=4,
         width=128,
         time=128,
@@ -64,7 +69,10 @@ def main(argv: list[str] | None = None) -> None:
         ("tiny", tiny, part, 3 * given.rounds),
     ):
         with quiet():
-            times = timed(name, layers, data, rounds, given.threads)
+            times = in_one(
+                timed(name, layers, data, rounds, given.threads, start)
+                for start in range(given.starts)
+            )
         report.times(times)
         ours, plain = f"{name}, ours", f"{name}, plain Lightning"
         at_most = AT_MOST if name == "demo" else None
@@ -95,9 +103,9 @@ def language_model(blocks: int, width: int) -> nn.Sequential:
 
 
 def timed(
-    name: str, layers: nn.Sequential, batch: Batch, rounds: int, threads: int
+    name: str, layers: nn.Sequential, batch: Batch, rounds: int, threads: int, start: int
 ) -> dict[str, Times]:
-    """Time the ways to fit the layers."""
+    """Time the ways to fit the layers, in one start."""
 
     def ours(**more: Any) -> GPipeStrategy:
         return GPipeStrategy([len(layers)], chunks=1, module="layers", **more)
@@ -108,22 +116,24 @@ def timed(
     def plain() -> nn.Sequential:
         return copy.deepcopy(layers)
 
-    ways: dict[str, tuple[nn.Module, Strategy | str, bool]] = {
-        "plain Lightning": (plain(), "auto", False),
-        "ours": (plain(), ours(), False),
-        "GPipe in plain Lightning": (engine(), "auto", False),
-        "torch.utils.checkpoint": (plain(), "auto", True),
-        "ours, always": (plain(), ours(activation_checkpointing="always"), False),
+    ways: dict[str, tuple[Callable[[], nn.Module], Strategy | str, bool]] = {
+        "plain Lightning": (plain, "auto", False),
+        "ours": (plain, ours(), False),
+        "GPipe in plain Lightning": (engine, "auto", False),
+        "torch.utils.checkpoint": (plain, "auto", True),
+        "ours, always": (plain, ours(activation_checkpointing="always"), False),
     }
     with ExitStack() as stack:
         contestants = []
-        for way, (module, strategy, recomputed) in ways.items():
-            model = LanguageModel(module, batch, recomputed=recomputed)
+        for way in random.Random(start).sample(list(ways), len(ways)):
+            layers_of, strategy, recomputed = ways[way]
+            model = LanguageModel(layers_of(), batch, recomputed=recomputed)
             fit = stack.enter_context(fitting(model, strategy, threads))
             contestants.append(fit.contestant(f"{name}, {way}"))
         for _ in range(AGREEING):
             agree(contestants)
-        return contest(contestants, rounds=rounds, warm_up=5)
+        times = contest(contestants, rounds=rounds, warm_up=5, seed=start)
+    return {name: times[name] for name in (f"{name}, {way}" for way in ways)}
 
 
 class LanguageModel(L.LightningModule):

@@ -14,7 +14,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    small = "--rounds 2 --blocks 1 --width 8 --time 4 --batch-size 2"
+    small = "--rounds 2 --starts 1 --blocks 1 --width 8 --time 4 --batch-size 2"
     trainer_overhead.main(small.split())
 
     report = capsys.readouterr().out

@@ -229,7 +229,7 @@ class StagePass:
                 if given.leaves:
                     roots += activations.roots or ()
                     values += given.leaves
-        self._backward.run_at_once(roots, values)
+        self._backward.run(indices[0], (), roots, values)
         return [
             FlatTree([])
             if each is None

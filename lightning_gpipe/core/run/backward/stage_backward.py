@@ -83,14 +83,6 @@ class StageBackward:
             refuse_second_backward(error)
             raise
 
-    def run_at_once(self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]) -> None:
-        """Run the backwards of several micro-batches in one call of autograd, without splits."""
-        try:
-            run_backward(roots, gradients)
-        except RuntimeError as error:
-            refuse_second_backward(error)
-            raise
-
     def _run_to_captured(
         self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
     ) -> None:
