@@ -218,6 +218,19 @@ def test_recomputation_is_one_by_one(pipe: Pipe, calls: Calls) -> None:
     assert calls[-2 * M :] == [1] * (2 * M)
 
 
+def test_profiler_shows_each_backward(pipe: Pipe, calls: Calls) -> None:
+    pipeline = pipe(stages(), [1, 1], chunks=M, mode="never", threads=False)
+    gradients(pipeline)
+    calls.clear()
+
+    with torch.profiler.profile() as profiled:
+        gradients(pipeline)
+
+    assert {*calls} == {1}
+    names = {event.key for event in profiled.key_averages()}
+    assert names.issuperset(f"stage {j} backward {i}" for j in range(2) for i in range(M))
+
+
 @settings(max_examples=settings().max_examples // 2)  # each runs two pipelines
 @given(case=cases(models()))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
