@@ -208,7 +208,7 @@ class StagePass:
 
     @property
     def at_once(self) -> bool:
-        """Whether :meth:`backwards` is faster than :meth:`backward` of each, and the same."""
+        """True if :meth:`backwards` is faster than :meth:`backward` of each, and the same."""
         around = self._copies or self.host is not None or self.randomness.in_backward is not None
         if around or self._backward.any_captured:
             return False

@@ -262,7 +262,7 @@ class Schedule:
     def turns_by_stage(self) -> Sequence[tuple[int, Row]]:
         """The turns in which one thread runs all backwards of a stage, then those before it.
 
-        None, if the phase has other actions too, or begins with other than the last micro-batch:
+        Empty if the phase has other actions too, or does not begin with the last micro-batch:
         autograd, which may be given all backwards of a turn at once, begins with the latest graph.
         """
         turns = []

@@ -14,7 +14,7 @@ Root = GradientEdge | Tensor
 Edge = tuple[int, int]  # the index of a node, and which of the gradients that enter it
 
 REENTRANT = "CheckpointFunctionBackward"  # runs backward itself, which accumulates gradients
-_FEW = 12
+_FEW = 12  # nodes of a graph: to look at more takes as long as a call of autograd
 _LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in the stubs
 
 # Of a tuple, at once: one is made for each micro-batch on each stage.
@@ -131,7 +131,7 @@ def small_and_apart(graphs: Iterable[tuple[Sequence[Root | None], Sequence[Any]]
 
     Each has its roots and its inputs. Sums are the same to the bit if no node is in two graphs, and
     no leaf but an input has several gradients in one, for each is added to those of other graphs.
-    In a large graph, to find that out takes as long as a call of autograd, which it would save.
+    Of a large graph that is not found out.
     """
     all_nodes: set[Any] = set()
     for roots, inputs in graphs:
