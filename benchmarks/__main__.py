@@ -84,7 +84,7 @@ KINDS = {
             Run("cpu_pipeline", 180),
             Run("peers", 240),
             Run("memory", 270),
-            Run("trainer_overhead", 180),
+            Run("trainer_overhead", 300),
             Run("recomputation", 120),
             Run("frontends", 120),
             Run("pretrained", 60),
