@@ -64,4 +64,4 @@ from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     receive_value,
     send_value,
 )
-from lightning_gpipe.core.transport.threads import check_cores
+from lightning_gpipe.core.transport.threads import FRAMES, check_cores

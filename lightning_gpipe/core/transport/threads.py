@@ -34,7 +34,8 @@ from lightning_gpipe.core.transport.interface import Task
 
 JOIN = 5.0  # seconds
 Job = Callable[[], None]
-_FRAMES = threading.Lock()
+# Held while a thread has frames of others, and with them the values of calls that may have ended.
+FRAMES = threading.RLock()
 
 
 class WorkerThread(threading.Thread):
@@ -199,18 +200,24 @@ def use_threads(number: int) -> None:
 
 @contextmanager
 def frames_of_threads() -> Iterator[dict[int, FrameType]]:
-    """A ``with`` block with the present frame of each thread, by the thread's identity.
+    """A ``with`` block with the present frame of each other thread, by the thread's identity.
 
     The stacks must be searched within it, where no garbage is collected. Before version 3.12,
     Python may collect some when it makes a frame object, and finalizers let other threads run. The
     object is then of a frame that has ended, in memory that others use. And a thread that starts
     while the first frames are made waits for ever, with the interpreter's lock.
+
+    A frame that is held keeps what its call had, also after the call has ended. So none may be held
+    after the block; the frame of the calling thread would hold them all, in a cycle.
     """
-    with _FRAMES:
+    with FRAMES:
         collects = gc.isenabled()
         gc.disable()
+        frame_of = sys._current_frames()
+        frame_of.pop(threading.get_ident())
         try:
-            yield sys._current_frames()
+            yield frame_of
         finally:
+            frame_of.clear()
             if collects:
                 gc.enable()

@@ -2,12 +2,14 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from lightning_gpipe.core.transport.threads import (
+    FRAMES,
     Outcomes,
     WorkerThread,
     frames_of_threads,
@@ -138,7 +140,8 @@ def look_while_threads_start(times: int) -> int:
     def look() -> None:
         while not ended.is_set():
             with frames_of_threads() as frame_of:
-                assert threading.get_ident() in frame_of
+                assert threading.get_ident() not in frame_of
+                assert threading.main_thread().ident in frame_of
             Garbage()
 
     looking = threading.Thread(target=look)
@@ -206,6 +209,39 @@ def test_calls_return_while_a_stack_is_searched() -> None:
         [names] = ranks.run(look_while_calls_return)
 
     assert names.count("descend") == 21
+
+
+def call_while(look: Callable[[threading.Event], None]) -> weakref.ref[set[int]]:
+    """Return a reference to what this call had, while another thread looked at its frame."""
+    value, begun = set[int](), threading.Event()
+    looking = threading.Thread(target=look, args=(begun,))
+    looking.start()
+    begun.wait(PATIENCE)
+    return weakref.ref(value)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_frames_that_were_looked_at_keep_nothing() -> None:
+    def look(begun: threading.Event) -> None:
+        with frames_of_threads() as frame_of:
+            kept.append(frame_of)
+        begun.set()
+
+    kept: list[object] = []
+
+    assert call_while(look)() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_nothing_is_kept_while_nobody_looks() -> None:
+    def look(begun: threading.Event) -> None:
+        with frames_of_threads():
+            begun.set()
+            time.sleep(0.2)  # the call returns meanwhile
+
+    value = call_while(look)
+    with FRAMES:
+        assert value() is None
 
 
 @pytest.mark.usefixtures("no_collector")

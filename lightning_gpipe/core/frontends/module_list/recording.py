@@ -37,6 +37,7 @@ from lightning_gpipe.core.frontends.module_list.tape.tape import (
     same_arguments,
 )
 from lightning_gpipe.core.programs import Value
+from lightning_gpipe.core.transport import FRAMES
 
 _TAPES = 16  # in memory: one for each kind of arguments of the first block
 
@@ -84,8 +85,12 @@ class LoopRecording:
 
     @property
     def alive(self) -> list[Placeholder]:
-        """The placeholders that something still refers to, in order."""
-        return [x for ref in self._placeholders if (x := ref()) is not None]
+        """The placeholders that something still refers to, in order.
+
+        Not another thread by frames of this one: processes must find the same.
+        """
+        with FRAMES:
+            return [x for ref in self._placeholders if (x := ref()) is not None]
 
     def remember(self) -> None:
         """Let later forwards follow the tape, now that it is complete."""

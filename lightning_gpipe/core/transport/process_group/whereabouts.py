@@ -110,9 +110,11 @@ class OwnWhereabouts:
 
     def now(self) -> Whereabouts:
         with frames_of_threads() as frame_of:
-            frame = frame_of.get(threading.main_thread().ident or 0)
-            present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
-            return replace(present, line=users_line(frame), begun={**self._begun})
+            return self._seen(frame_of.get(threading.main_thread().ident or 0))
+
+    def _seen(self, frame: FrameType | None) -> Whereabouts:
+        present = (self._present or [Whereabouts(purpose=_collective(frame))])[-1]
+        return replace(present, line=users_line(frame), begun={**self._begun})
 
 
 OWN = OwnWhereabouts()  # state of the process, as the process groups of torch.distributed are
