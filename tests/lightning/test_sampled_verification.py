@@ -6,10 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import (
@@ -19,6 +21,7 @@ from tests.support.lightning_modules import (
     Data,
     assert_same_weights,
     fitted,
+    rows,
     trainer,
 )
 
@@ -201,6 +204,39 @@ def test_few_rows_run(tmp_path: Path) -> None:
     plain = rows_of_steps(tmp_path, **stepped(verify=False))
 
     assert rows_of_steps(tmp_path, **stepped()) == [2, 2, 4, *plain]
+
+
+class Named(Classifier):
+    """With names and numbers of the rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, names, numbers = batch
+        assert len(names) == len(numbers) == len(x)
+        factors = torch.tensor([float(name) for name in names], dtype=torch.float64)
+        losses = F.cross_entropy(self(x), y, reduction="none")
+        return (losses * factors * torch.from_numpy(numbers)).mean()
+
+
+class NamedRows(Data):
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(20, seed=1), batch_size=7, collate_fn=self._collate)
+
+    def _collate(self, rows: Any) -> Any:
+        x, y = map(torch.stack, zip(*rows, strict=True))
+        return x, y, [str(k) for k, _ in enumerate(y)], np.arange(len(y)) + 1.0
+
+
+def test_lists_with_an_entry_per_row_are_cut(tmp_path: Path) -> None:
+    """And in later batches, too: once the sample had all entries, which were then settings."""
+    models = []
+    for options in ({}, stepped(), stepped(verify=True)):
+        torch.manual_seed(0)
+        made = trainer(tmp_path, **options)
+        made.fit(Named(), NamedRows())
+        models.append(made)
+
+    assert_same_weights(models[1], models[0])
+    assert_same_weights(models[2], models[0])
 
 
 def test_resumed_fit_is_not_verified(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from lightning_gpipe.core.data.microbatch.microbatching import (
     check_microbatching,
 )
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
+from lightning_gpipe.core.data.microbatch.row_values import has_entry_per_row, may_have_rows
 from lightning_gpipe.core.data.microbatch.rows import Rows
 from lightning_gpipe.core.data.pytree import (
     LEAF_SPEC,
@@ -36,6 +37,7 @@ from lightning_gpipe.core.data.pytree import (
     join,
     joined,
     map_instances,
+    map_nodes,
     map_tensors,
     named_leaves,
     parted,
@@ -44,7 +46,7 @@ from lightning_gpipe.core.data.pytree import (
     tree_flatten,
     tree_unflatten,
 )
-from lightning_gpipe.core.data.tensor_search import holds_tensor, requires_grad
+from lightning_gpipe.core.data.tensor_search import requires_grad
 from lightning_gpipe.core.data.tensors import (
     bytes_of,
     checksums,

@@ -21,6 +21,8 @@ from lightning_gpipe.core.data import (
     change_tensors,
     collect_loss_terms,
     is_whole,
+    map_nodes,
+    may_have_rows,
     named_leaves,
 )
 from lightning_gpipe.core.faithful import NOTHING, Context, RandomState, add_note
@@ -137,12 +139,14 @@ def copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def few_rows(arguments: Any, rows: int) -> Any:
-    """Return the first rows of each tensor with as many rows as the first one of them."""
-    sizes = [value.size(0) for value in tensors(arguments).values() if value.dim()]
-    return change_tensors(
-        arguments,
-        lambda x: x[:rows] if x.dim() and x.size(0) == sizes[0] and not is_whole(x) else x,
-    )
+    """Return the first rows of all that has as many as the first tensor: also lists and arrays."""
+    first = next((value for value in tensors(arguments).values() if value.dim()), ())
+
+    def few(_: str, value: Any) -> Any:
+        counted = not is_whole(value) and (not isinstance(value, Tensor) or value.dim() > 0)
+        return value[:rows] if counted and len(value) == len(first) else value
+
+    return map_nodes(few, arguments, may_have_rows)
 
 
 @contextmanager

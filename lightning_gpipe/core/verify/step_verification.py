@@ -9,6 +9,7 @@ and reported apart: any other difference is due to the loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -98,8 +99,14 @@ def verify_step_sample(
     pipeline: GPipe, step: Callable[[Any], Any], batch: Any, **arguments: Any
 ) -> StepParity | None:
     """Verify a step on a few rows of a batch; return None unless there surely is a fault."""
-    few = few_rows(batch, 2 * SAMPLED)
+    microbatching = pipeline.only.microbatching
     with in_chunks([pipeline.only], 2), suppress(Exception):
+        division = microbatching.division([batch])
+        if division is None:
+            few = few_rows(batch, 2 * SAMPLED)
+        else:  # the first of as many micro-batches as have so few
+            [rows] = division.sizes
+            few = microbatching.split(batch, math.ceil(rows / (2 * SAMPLED)))[0]
         parity = verify_step(pipeline, step, few, layers=False, **arguments)
         if parity is not None and parity.loss.surely_faulty:
             return verify_step(pipeline, step, few, **arguments)

@@ -8,7 +8,7 @@ mini-batch with another number of rows, it is left whole; a user can mark other 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -80,7 +80,7 @@ class RowValues:
                 return value
             return type(value)(self._marked(f"{path}[{k}]", x, rows) for k, x in enumerate(value))
 
-        return map_nodes(lambda inner, value: mark(path + inner, value), tree, _is_candidate)
+        return map_nodes(lambda inner, value: mark(path + inner, value), tree, may_have_rows)
 
     def _per_row(self, path: str, length: int, rows: int) -> bool:
         if length == rows:
@@ -160,13 +160,21 @@ def _row_values(path: str, value: Any) -> Any:
     return RowList(value) if isinstance(value, list) else RowTuple(value)
 
 
-def _is_candidate(value: Any) -> bool:
-    """Return whether a node may have an entry per row, or must be left as it is."""
+def may_have_rows(value: Any) -> bool:
+    """Return True if a node may have an entry per row, or must be left as it is."""
     if is_whole(value) or isinstance(value, Tensor):
         return True
     if type(value) is np.ndarray:
         return value.ndim > 0
     return type(value) in (list, tuple) and len(value) > 0 and not holds_tensor(value)
+
+
+def has_entry_per_row(value: Any, rows: Collection[int]) -> bool:
+    """Return True for a list, an array or a tuple of strings as long as one of these numbers."""
+    listed = isinstance(value, list | np.ndarray) or (
+        isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
+    )
+    return listed and len(value) in rows and not is_whole(value) and not holds_tensor(value)
 
 
 def _is_texts(value: Any) -> bool:

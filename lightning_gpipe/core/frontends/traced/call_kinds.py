@@ -7,10 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, holds_tensor, is_whole, tree_flatten, tree_unflatten
+from lightning_gpipe.core.data import (
+    FlatTree,
+    has_entry_per_row,
+    is_whole,
+    tree_flatten,
+    tree_unflatten,
+)
 from lightning_gpipe.core.frontends.traced.symbolic import ValueKind
 
 
@@ -71,10 +76,7 @@ def check_constants(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequen
     """Refuse lists and arrays with an entry for each row, which would go to every micro-batch."""
     rows = {x.size(0) for x in tensors if x.dim() and not is_whole(x)} - {1}
     for name, value in [*enumerate(args), *kwargs.items()]:
-        listed = isinstance(value, list | np.ndarray) or (
-            isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
-        )
-        if listed and len(value) in rows and not is_whole(value) and not holds_tensor(value):
+        if has_entry_per_row(value, rows):
             raise ValueError(
                 "an argument of a traced forward must be a tensor to be cut into micro-batches: "
                 f"got {type(value).__name__} with an entry for each of the {len(value)} rows as "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import is_whole
+from lightning_gpipe.core.data import has_entry_per_row, is_whole
 from lightning_gpipe.core.faithful import record
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Rehearsal, Trial
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Samples
@@ -58,6 +58,7 @@ class Learner:
         knowledge = self.knowledge.get(key)
         if knowledge is None:
             self._expect_filled(call, arguments)
+            self._warn_of_lists(call, arguments)
         readings, unknown = self._readings(arguments, knowledge)
         if knowledge is None or unknown or not (knowledge.complete or self.samples.single):
             before = {} if knowledge is None else knowledge.readings
@@ -167,6 +168,23 @@ class Learner:
                         f"{call.titles([path])} of {call}, a {type(leaf).__name__}. Pass its "
                         "tensors, and construct it in the block."
                     )
+
+    def _warn_of_lists(self, call: RecordedCall, arguments: Arguments) -> None:
+        """Warn of lists with as many entries as rows, all of which every micro-batch gets."""
+        if not call.modules or self.samples.single:
+            return
+        args, kwargs = arguments.tree
+        paths = [(0, k) for k, _ in enumerate(args)] + [(1, key) for key in kwargs]
+        rows = {self.samples.rows} - {1}
+        for path, value in zip(paths, [*args, *kwargs.values()], strict=True):
+            if has_entry_per_row(value, rows):
+                warnings.warn(
+                    f"each micro-batch gets all {len(value)} values of {call.titles([path])} of "
+                    f"{call}, a {type(value).__name__} as long as the mini-batch has rows. If "
+                    "there is a value for each row, pass a tensor. If not, write whole(...), from "
+                    "lightning_gpipe.",
+                    stacklevel=2,
+                )
 
 
 class CacheRule:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,22 @@ def test_argument_that_is_never_used_may_be_cut():
             return x
 
     assert_same_with(Ignoring, [random_of(ROWS, 3), random_of(5)])
+
+
+class Scaled(Taking):
+    def use(self, x: Tensor, other: list[float]) -> Tensor:
+        return x * sum(other)
+
+
+@pytest.mark.parametrize("other", [[0.5] * ROWS, np.full(ROWS, 0.5)], ids=["list", "array"])
+def test_list_as_long_as_the_rows_is_warned_of(other: Any):
+    with pytest.warns(UserWarning, match=rf"all {ROWS} values of other of blocks.0 .*write whole"):
+        assert_same_with(Scaled, [other])
+
+
+@pytest.mark.parametrize("other", [whole([0.5] * ROWS), [0.5] * 2, (0.5,) * ROWS], ids=str)
+def test_other_lists_are_whole(other: Any):
+    assert_same_with(Scaled, [other])
 
 
 def test_rows_that_a_block_counts_together():
