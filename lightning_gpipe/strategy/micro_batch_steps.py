@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torchmetrics.aggregation import BaseAggregator
 
-from lightning_gpipe.core.faithful import version_of
+from lightning_gpipe.core.faithful import Attributes, Journal, Write, version_of
+from lightning_gpipe.core.layout import is_user_object
 from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping
 from lightning_gpipe.core.schedules import Block, ByMicroBatch
 from lightning_gpipe.core.verify import verify_step, verify_step_sample
@@ -23,6 +27,8 @@ from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
 from lightning_gpipe.strategy.step_results import result_of
 
 _NAMES = 8  # in a warning
+_DEPTH = 3  # of containers in containers that are searched
+_MANY = 1000  # values of a container that are searched
 
 InWrapper = Callable[[Callable[[], Any]], Any]
 
@@ -102,7 +108,13 @@ class MicroBatchSteps:
         self._verify = False
         if not verify or (sample and module.global_step):
             return
-        with precision.train_step_context(), CollectedLogs(module, lambda: 0).collecting():
+        trainer = module.trainer
+        silent = [DummyLogger() for _ in trainer.loggers]
+        with (
+            precision.train_step_context(),
+            CollectedLogs(module, lambda: 0).collecting(),
+            Journal().changed([(Attributes(trainer), "loggers", silent)]),
+        ):
             parity = (verify_step_sample if sample else verify_step)(
                 self._pipeline, step, batch, schedule=self._schedule, around=module, scale=scale
             )
@@ -118,10 +130,14 @@ def _warning_of_changes(
     module: L.LightningModule, layers: Collection[nn.Module], batch: Any, pieces: Sequence[Any]
 ) -> Iterator[None]:
     """Warn of changes that each step makes on the module or in a batch, and one step makes once."""
-    before = {name: (x, _edits_of(x)) for name, x in _values_on(module, layers)}
-    yield
+    before = {name: (x, _state_of(x)) for name, x in _values_on(module, layers)}
+    aggregated: set[str] = set()
+    with Journal().changed(_noting_aggregates(module, aggregated)):
+        yield
     after = ((name, x, *before.get(name, (None, 0))) for name, x in _values_on(module, layers))
-    changed = {name for name, x, old, edits in after if x is not old or _edits_of(x) != edits}
+    changed = aggregated.union(
+        name for name, x, old, state in after if x is not old or _state_of(x) != state
+    )
     for piece in pieces:
         if isinstance(piece, dict):
             changed |= {f"batch[{key!r}]" for key in piece.keys() ^ batch.keys()}
@@ -129,21 +145,41 @@ def _warning_of_changes(
         rank_zero_warn(
             "training_step must leave nothing on the module or in the batch when it runs for each "
             f"micro-batch: each has changed {_listed(sorted(changed))}. Keep values of the batch "
-            "in on_train_batch_end, make layers with statistics, such as batch norms, part of the "
-            "pipeline, or write schedule='fill_drain'."
+            "in on_train_batch_end, log the loss itself in place of a metric of it, make layers "
+            "with statistics, such as batch norms, part of the pipeline, or write "
+            "schedule='fill_drain'."
         )
 
 
 def _values_on(
     module: L.LightningModule, layers: Collection[nn.Module]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield attributes that are not Lightning's own, parameters and buffers around the layers."""
-    lightning = vars(L.LightningModule())
+    """Yield attributes that are not Lightning's own, parameters, and buffers around the layers."""
+    lightning = {*vars(L.LightningModule()), "log"}
     yield from ((f"self.{x}", value) for x, value in vars(module).items() if x not in lightning)
-    around = ((path, x) for path, x in module.named_modules(prefix="self") if x not in layers)
-    for path, each in around:
+    for path, each in module.named_modules(prefix="self"):
         yield from ((f"{path}.{x}", tensor) for x, tensor in each._parameters.items())
-        yield from ((f"{path}.{x}", tensor) for x, tensor in each._buffers.items())
+        if each not in layers:
+            yield from ((f"{path}.{x}", tensor) for x, tensor in each._buffers.items())
+
+
+def _noting_aggregates(module: nn.Module, names: set[str]) -> Iterator[Write]:
+    """Yield changes by which sums, means and extremes of single values add their names.
+
+    Single values are those of micro-batches, of which some may have fewer rows than others.
+    """
+
+    def noting(name: str, update: Callable[..., None]) -> Callable[..., None]:
+        def noted(value: Any, *weight: Any, **named: Any) -> None:
+            if not (weight or named or (isinstance(value, Tensor) and value.dim())):
+                names.add(name)
+            update(value, *weight, **named)
+
+        return noted
+
+    for path, each in module.named_modules(prefix="self"):
+        if isinstance(each, BaseAggregator):
+            yield vars(each), "update", noting(path, each.update)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -151,11 +187,18 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_NAMES], *more])
 
 
-def _edits_of(value: Any) -> int:
-    """Return a number that edits change: the length of a container, the version of a tensor."""
+def _state_of(value: Any, depth: int = _DEPTH) -> Any:
+    """Return what edits change: versions of tensors, and what containers and objects hold."""
     if isinstance(value, Tensor):
         return version_of(value)
-    return len(value) if isinstance(value, list | dict | set) else 0
+    if isinstance(value, str | bytes | int | float | complex | None):
+        return repr(value)  # as a NaN differs from itself
+    if is_user_object(value):
+        return _state_of(vars(value), depth)
+    if not isinstance(value, list | tuple | dict | set):
+        return None
+    values = value.values() if isinstance(value, dict) else value
+    return len(value), [_state_of(x, depth - 1) for x in islice(values, _MANY) if depth]
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:

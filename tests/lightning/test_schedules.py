@@ -10,11 +10,19 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics import CatMetric, CosineSimilarity, MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics import (
+    CatMetric,
+    CosineSimilarity,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    SumMetric,
+)
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpipe import GPipeStrategy, Rows
@@ -565,6 +573,65 @@ def test_values_that_a_step_leaves(tmp_path: Path) -> None:
     assert "batch['out']" in message
     for name in ("flag", "same", "bias", "head.scale", "head.weight", "teacher.bias"):
         assert f"self.{name}" not in message
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def add(self, value: Tensor) -> None:
+        self.total += float(value)
+
+
+class Counting(Classifier):
+    """Keeps values in places that are not seen at once, and edits a weight of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[str, list[float]] = {"train": []}
+        self.meter, self.idle = Meter(), Meter()
+        self.total, self.unused = SumMetric(), SumMetric()
+        self.mean, self.weighted, self.rowwise = MeanMetric(), MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.layers.get_parameter("0.weight").clamp_(-0.3, 0.3)
+        losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        value = losses.mean().detach()
+        self.losses["train"].append(float(value))
+        self.meter.add(value)
+        self.total.update(value)
+        self.mean(value=value)
+        self.weighted(value, len(losses))
+        self.rowwise(losses.detach())
+        return losses.mean()
+
+
+def test_hidden_values_that_a_step_leaves(tmp_path: Path) -> None:
+    """Those of objects, and in containers of containers; sums of single values."""
+    with pytest.warns(UserWarning, match="must leave nothing") as caught:
+        trainer(tmp_path, **piped(), max_epochs=1).fit(Counting(), Data())
+
+    [message] = [str(each.message) for each in caught if "leave nothing" in str(each.message)]
+    changed = "self.layers.0.weight, self.losses, self.mean, self.meter, self.total."
+    assert f"each has changed {changed}" in message
+
+
+def test_verification_writes_to_no_logger(tmp_path: Path) -> None:
+    class Writing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert self.logger is not None
+            self.logger.log_metrics({"rows": len(batch[0])}, self.global_step)
+            return super().training_step(batch, batch_idx)
+
+    class Listed(DummyLogger):
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            written.extend(value for name, value in metrics.items() if name == "rows")
+
+    written: list[float] = []
+    trainer(tmp_path, **piped(), max_steps=1, logger=Listed()).fit(Writing(), Data())
+
+    assert written == [2, 2, 2, 1]
 
 
 class NormedOutput(Classifier):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from lightning_gpipe.core.data.tensor_search import holds_tensor
 
@@ -63,9 +64,16 @@ def whole(value: V) -> V:
     Raises:
         TypeError: If it is none of these, a nested tensor, or a list that holds tensors. Other
             values go to every micro-batch without a mark.
+        RuntimeError: If a worker of a DataLoader marks a tensor or an array.
     """
     if isinstance(value, list | tuple) and not holds_tensor(value):
         return cast(V, WholeList(value) if isinstance(value, list) else WholeTuple(value))
+    if get_worker_info() is not None:
+        raise RuntimeError(
+            "whole() must mark a tensor or an array in the process that trains: got a call in a "
+            "worker of a DataLoader, from which it arrives without its mark. Mark it in "
+            "on_after_batch_transfer, or where the layers are called."
+        )
     if isinstance(value, np.ndarray):
         return _marked(value, _WHOLE)
     if not isinstance(value, Tensor):

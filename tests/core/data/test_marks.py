@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gpipe import whole
 from lightning_gpipe.core.data.marks import copy_marks, is_whole
@@ -53,6 +54,14 @@ def test_marked_list_is_equal_to_the_list(value: Any) -> None:
     assert is_whole(whole(value))
     assert whole(value) == value
     assert isinstance(whole(value), type(value))
+
+
+@pytest.mark.parametrize("value", [[torch.ones(2)], [np.ones(2)]], ids=["tensor", "array"])
+def test_mark_that_a_worker_of_a_loader_would_lose(value: Any) -> None:
+    loader: DataLoader[Any] = DataLoader(value, batch_size=None, collate_fn=whole, num_workers=1)
+
+    with pytest.raises(RuntimeError, match="Mark it in on_after_batch_transfer"):
+        next(iter(loader))
 
 
 def test_result_of_a_marked_array_has_no_mark() -> None:
