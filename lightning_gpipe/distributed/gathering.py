@@ -80,8 +80,9 @@ def own_optimizer_keys(
     """Return the keys of an optimizer's ``own`` state that this process of ``group`` saves."""
     parameters = [each for one in optimizer.param_groups for each in one["params"]]
     missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
-    first = [key for key in own if key not in missing] if place == 0 else []
-    return first + [k for k in missing if k in own and not parameters[k].is_meta]
+    filled = [key for key, state in own.items() if state != {}]  # a read leaves an empty one
+    first = [key for key in filled if key not in missing] if place == 0 else []
+    return first + [k for k in missing if k in filled and not parameters[k].is_meta]
 
 
 def without_shards(values: T) -> T:

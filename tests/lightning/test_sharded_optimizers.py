@@ -83,6 +83,14 @@ class ByItself(Logging):
             assert all(x.grad is not None for x in self.parameters()), "a step leaves gradients"
 
 
+class Reading(Logging):
+    """Reads the state of each parameter, which is an empty one where there was none."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        [optimizer] = self.trainer.optimizers
+        assert any([optimizer.state[parameter] for parameter in self.parameters()])
+
+
 class Finetuned(Thawed):
     """Its layers are frozen until a callback adds them to the optimizer."""
 
@@ -102,6 +110,7 @@ BUILDS_HERE: dict[str, Any] = {
     "by itself": ByItself,
     "averaged": partial(Averaged, "adam"),
     "finetuned": Finetuned,
+    "reading": partial(Reading, "adam"),
 }
 
 
@@ -293,6 +302,25 @@ def test_resuming(
     found = pool.run(partial(fit, max_epochs=3), tmp_path / "third", other, "adam", strategy, third)
 
     assert_same_fit(found, expected, 2)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_states_that_a_hook_reads(
+    tmp_path: Path, two_ranks: Pool, in_parts: bool, sharding: str
+) -> None:
+    """An empty state in one replica took the place of the owner's in checkpoints."""
+    expected = plain(tmp_path / "plain", "reading")
+    strategy = {"save_distributed_checkpoint": in_parts, "sharding": sharding}
+    first = tmp_path / "first"
+    two_ranks.run(partial(fit, max_epochs=1), first, "2x1", "reading", strategy, None)
+
+    strategy, end = {"sharding": None}, first / "end.ckpt"
+    found = two_ranks.run(fit, tmp_path / "second", "2x1", "reading", strategy, end)
+
+    for each in found:
+        assert_close(each["parameters"], expected["parameters"])
+    one, other = (checkpoint(tmp_path / run / "end.ckpt") for run in ("second", "plain"))
+    assert_close(one["optimizer_states"], other["optimizer_states"])
 
 
 # What is refused.
