@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -65,7 +66,16 @@ class OptimizerShards:
             self._hide(optimizer)
             return None
 
+        calls = count()
+
         def computed() -> Any:
+            if next(calls):
+                raise RuntimeError(
+                    "an optimizer whose states are divided among replicas must call its closure "
+                    f"once in a step: got a second call by {type(optimizer).__qualname__}, for "
+                    "which the parameters of other replicas have their old values. Write "
+                    "sharding='parameters', or sharding=None."
+                )
             loss = closure()
             self._hide(optimizer)
             return loss

@@ -88,7 +88,8 @@ class Reading(Logging):
 
     def on_train_batch_end(self, *_: Any) -> None:
         [optimizer] = self.trainer.optimizers
-        assert any([optimizer.state[parameter] for parameter in self.parameters()])
+        states = [optimizer.state[parameter] for parameter in self.parameters()]
+        assert any(states)
 
 
 class Finetuned(Thawed):
@@ -354,6 +355,33 @@ def refused(root: Path, sharding: str) -> str:
     strategy = {"replicas": 2, "sharding": sharding}
     made = trainer_over(root, "single", [2, 4], strategy, (4, 1))
     return said(lambda: made.fit(OneVector(), datamodule=Halves(2)))
+
+
+class Sharpness(torch.optim.SGD):
+    """Steps by the gradients at other parameters, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class Aware(Logging):
+    def configure_optimizers(self) -> Any:
+        return Sharpness(self.parameters(), 0.1)
+
+
+def fit_aware(root: Path, sharding: str) -> str:
+    strategy = {"replicas": 2, "sharding": sharding}
+    made = trainer_over(root, "single", [2, 4], strategy, (4, 1))
+    return said(lambda: made.fit(Aware(), datamodule=Halves(2)))
+
+
+def test_second_call_of_a_closure_is_refused(
+    tmp_path: Path, two_ranks: Pool, sharding: str
+) -> None:
+    """It computed with old values of the parameters that other replicas had changed."""
+    for error in two_ranks.run(fit_aware, tmp_path, sharding):
+        assert "must call its closure once in a step: got a second call by Sharpness" in error
 
 
 def test_optimizer_that_steps_all_parameters_together(

@@ -49,7 +49,10 @@ def balance_of_layers(module: nn.Sequential, balance: Sequence[int]) -> Sequence
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Return True for an nn.Sequential that only runs its layers in order."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return isinstance(module, nn.Sequential) and all(
+        getattr(type(module), name) is getattr(nn.Sequential, name)
+        for name in ("forward", "__call__", "__iter__")
+    )
 
 
 def has_own_forward(module: nn.Module) -> bool:

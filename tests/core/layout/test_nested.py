@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -42,6 +43,16 @@ class Doubled(nn.Sequential):
         return 2 * super().forward(input)
 
 
+class Called(nn.Sequential):
+    def __call__(self, input: Tensor) -> Any:
+        return 2 * super().__call__(input)
+
+
+class Reversed(nn.Sequential):
+    def __iter__(self) -> Iterator[nn.Module]:
+        return reversed([*super().__iter__()])
+
+
 NAMES = ["0.0", "0.1", "1.0.0", "1.0.1", "1.1", "2"]
 
 
@@ -57,8 +68,12 @@ def test_layers_of_nested_sequentials() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [nn.Sequential(), Doubled(linear(), linear()), nn.ModuleList([linear()])],
-    ids=["empty", "own forward", "list"],
+    [
+        nn.Sequential(),
+        *(kind(linear(), linear()) for kind in (Doubled, Called, Reversed)),
+        nn.ModuleList([linear()]),
+    ],
+    ids=["empty", "own forward", "own call", "own order", "list"],
 )
 def test_module_that_is_no_group(other: nn.Module) -> None:
     assert list(layers_of(nn.Sequential(other, linear()))) == ["0", "1"]

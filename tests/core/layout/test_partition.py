@@ -94,7 +94,7 @@ class Named(nn.Sequential):
 
 
 def test_sequential_that_overrides_forward() -> None:
-    with pytest.raises(TypeError, match=r"net must have the forward .* got Residual, which over"):
+    with pytest.raises(TypeError, match=r"net must have the forward.* got Residual, which over"):
         check_sequential(Residual(nn.Linear(2, 2)), "net")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 from torch._ops import HigherOrderOperator
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_gpipe.core.faithful.journal import Journal
@@ -83,6 +84,9 @@ class _RedirectedDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             return func(*map(self._redirected, args), **kwargs)
+        for k, name in _edited_lists(func):  # whose versions PyTorch leaves as they are in a mode
+            edited = args[k] if k < len(args) else kwargs[name]
+            increment_version([x for x in edited if not x.is_inference()])
         tagged = _may_draw(func)
         if tagged is None:
             return self._watched(func, args, kwargs)
@@ -174,6 +178,16 @@ def _may_draw(func: Any) -> bool | None:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return True
     return False if func.namespace in _WELL_TAGGED else None
+
+
+@cache
+def _edited_lists(func: Any) -> list[tuple[int, str]]:
+    """Return the positions and names of the lists of tensors that the operator edits."""
+    return [
+        (k, argument.name)
+        for k, argument in enumerate(func._schema.arguments)
+        if argument.is_write and "List[Tensor]" in str(argument.type)
+    ]
 
 
 @cache

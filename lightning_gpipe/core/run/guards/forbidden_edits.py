@@ -62,10 +62,12 @@ def check_late_edit(error: RuntimeError, stage: Stage) -> None:
     if "modified by an inplace operation" in str(error):
         raise RuntimeError(
             "what a backward needs must not be edited between a forward and its backward: got an "
-            f"edit in {stage}, by a layer that runs for a later micro-batch or by other code. If a "
-            "layer edits it, such as a frozen encoder that follows another one, write "
-            "activation_checkpointing='always', which keeps the values of each micro-batch, call "
-            "the encoder under torch.no_grad(), or edit it after the optimizer step."
+            f"edit in {stage}, by a layer of what its own backward needs, as in x.relu().add_(1), "
+            "by a layer that runs for a later micro-batch, or by other code. The first fails in a "
+            "plain module, too: compute a new tensor. If a layer edits its state, such as a frozen "
+            "encoder that follows another one, write activation_checkpointing='always', which "
+            "keeps the values of each micro-batch, call the encoder under torch.no_grad(), or edit "
+            f"it after the optimizer step. PyTorch says: {error}"
         ) from error
 
 

@@ -1,3 +1,4 @@
+import copy
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from lightning_gpipe.core.faithful.state.behavior import Behavior
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import ActivationCheckpointing
-from tests.support.models import Call, assert_same, rows, step
+from tests.support.models import Call, assert_same, assert_same_step, rows, step
 from tests.support.pipes import MODES
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -80,6 +81,32 @@ def test_one_tensor_twice_in_the_batch_and_edited(mode: ActivationCheckpointing)
         found = pipeline({"a": x, "b": x})
         x = rows(7).detach()
         assert_same(found, plain({"a": x, "b": x}))
+    pipeline.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("draws", [nn.Identity(), nn.Dropout(1e-9)], ids=["plain", "draws"])
+def test_input_that_is_edited_in_a_list_of_tensors(
+    mode: ActivationCheckpointing, draws: nn.Module
+) -> None:
+    """Gradients were those of inputs edited twice, as such edits were not counted."""
+
+    def double(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_mul_([x], 2)
+        return x * x
+
+    plain = nn.Sequential(nn.Linear(3, 3), draws, Call(double), nn.Linear(3, 3)).double()
+    pipeline = GPipe(
+        copy.deepcopy(plain),
+        [2, 2],
+        devices=["cpu", "cpu"],
+        chunks=3,
+        activation_checkpointing=mode,
+    )
+
+    for _ in range(2):
+        assert_same_step(pipeline, plain, rows(7))
     pipeline.close()
 
 
