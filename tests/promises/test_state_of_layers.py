@@ -109,25 +109,6 @@ class Metered(nn.Module):
         return x * self.meter.update(float(x.detach().abs().mean()))
 
 
-class MeteredOften(nn.Module):
-    """Has such objects in containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.meters: Any = [{"first": Meter()}, (Meter(), Meter())]
-
-    def forward(self, x: Tensor) -> Tensor:
-        size = float(x.detach().abs().mean())
-        for meter in meters_in(self):
-            x = x * meter.update(size)
-        return x
-
-
-def meters_in(layer: MeteredOften) -> list[Meter]:
-    first, others = layer.meters
-    return [*first.values(), *others]
-
-
 class Average(nn.Module):
     """Keeps a moving average in a tensor that is no buffer, or in a list of such."""
 
@@ -166,7 +147,6 @@ LAYERS = {
     "a deque": Grows(deque()),
     "containers in containers": Nested(),
     "an object": Metered(),
-    "objects in containers": MeteredOften(),
     "a tensor": Average(listed=False, data=False),
     "a tensor edited through .data": Average(listed=False, data=True),
     "a list of tensors": Average(listed=True, data=False),
@@ -188,9 +168,6 @@ def test_attributes(layer: nn.Module, pipe: Pipe) -> None:
 def _state(layer: nn.Module) -> dict[str, Any]:
     state = {name: each for name, each in vars(layer).items() if name not in vars(nn.Module())}
     state.update(vars(state.pop("meter", None) or Meter()))
-    if state.pop("meters", None) is not None:
-        assert isinstance(layer, MeteredOften)
-        state["meters"] = list(map(vars, meters_in(layer)))
     return {name: each.tolist() if name == "counts" else each for name, each in state.items()}
 
 

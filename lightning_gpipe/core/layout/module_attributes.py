@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 CONTAINERS = (list, dict, set, deque)
-_LARGE = 64  # elements of a container; in a larger one no objects are searched for
 
 # The attributes of nn.Module itself. Besides, a deferred batch norm has another forward while it
 # runs, and a block of a pipelined nn.ModuleList another _call_impl.
@@ -50,16 +49,15 @@ class Holder(NamedTuple):
 
 
 def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
-    """Yield each module, and the objects of a user's class in its attributes and containers."""
+    """Yield each module, and each object of a user's class in an attribute of one."""
     seen: set[int] = set()
     for module in modules:
         holder = Holder(module, "", vars(module))
         yield holder
         for name, value in holder.held.items():
-            for k, item in enumerate(within(value, largest=_LARGE)):
-                if is_user_object(item) and id(item) not in seen:
-                    seen.add(id(item))
-                    yield Holder(module, f"{name}[{k}]." if k else f"{name}.", vars(item))
+            if is_user_object(value) and id(value) not in seen:
+                seen.add(id(value))
+                yield Holder(module, f"{name}.", vars(value))
 
 
 def parameter_holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:

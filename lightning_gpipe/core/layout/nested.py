@@ -51,7 +51,7 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Return True for an nn.Sequential that only runs its layers in order."""
     return isinstance(module, nn.Sequential) and all(
         getattr(type(module), name) is getattr(nn.Sequential, name)
-        for name in ("forward", "__call__", "__iter__")
+        for name in ("forward", "__iter__")
     )
 
 
@@ -84,6 +84,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_group(module: nn.Module) -> bool:
     return (
         is_plain(module)
+        and type(module).__call__ is nn.Sequential.__call__
         and len(module) > 0
         and not has_own_forward(module)
         and module._compiled_call_impl is None

@@ -142,7 +142,7 @@ def check_sequential(module: nn.Module, name: str = "module") -> None:
         )
     if not is_plain(module):
         raise TypeError(
-            f"{name} must have the forward, __call__ and __iter__ of nn.Sequential: got {kind}, "
+            f"{name} must have the forward and the __iter__ of nn.Sequential: got {kind}, "
             f"which overrides one, and stages run the layers without it. Move what it adds into a "
             f"layer, or call a plain nn.Sequential from it and pipeline that one."
         )

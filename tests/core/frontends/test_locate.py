@@ -40,7 +40,7 @@ def test_name_of_something_else() -> None:
 
 
 def test_name_of_a_sequential_with_a_forward_of_its_own() -> None:
-    with pytest.raises(TypeError, match="module='net' must have the forward .* got Residual"):
+    with pytest.raises(TypeError, match="module='net' must have the forward.* got Residual"):
         module_at(Model(net=Residual(*layers(2))), "net")
 
 
