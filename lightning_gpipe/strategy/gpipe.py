@@ -423,7 +423,8 @@ class GPipeStrategy(ParallelStrategy):
         if synchronised:
             check_synchronised(self._layer_sync, self.options)
         self._processes.connect(self.root_device, synchronised=synchronised)
-        self._sharding.gather_parameters(self._root, self.root_device)
+        for divided in (self._root, *self._averages.left_by_a_fit(self._root)):
+            self._sharding.gather_parameters(divided, self.root_device)
         self._root._device_mesh = self.device_mesh
         super().setup_environment()
         self._profiling.record_threads(profiler_of(self._root))

@@ -256,25 +256,28 @@ def test_cut_by_another_balance(tmp_path: Path, two_ranks: Pool) -> None:
     assert_same_fit(tmp_path, two_ranks, "2x1", Logging, callbacks=[Cutting()])
 
 
-def save_average(root: Path, sharding: str) -> None:
+def save_average(root: Path, sharding: str) -> list[Any]:
     averaging = library.EMAWeightAveraging(decay=0.5)
     strategy = {"replicas": 2, "sharding": sharding}
     made = trainer_over(root, "single", [2, 4], strategy, (4, 1), callbacks=[averaging])
     torch.manual_seed(0)
-    made.fit(Classifier(), datamodule=Halves(2))
+    model = Classifier()
+    made.fit(model, datamodule=Halves(2))
     made.save_checkpoint(root / f"{sharding}.ckpt")
+    return made.validate(model, datamodule=Halves(2), verbose=False)
 
 
 @pytest.mark.skipif(not hasattr(library, "WeightAveraging"), reason="new in Lightning 2.6")
 def test_checkpoint_of_an_average(tmp_path: Path, two_ranks: Pool) -> None:
     """Each replica averages its share, so the first one alone has no whole average."""
-    saved = []
+    saved, validated = [], []
     for sharding in ("gradients", "parameters"):
-        two_ranks.run(save_average, tmp_path, sharding)
+        validated.append(two_ranks.run(save_average, tmp_path, sharding))
         saved.append(torch.load(tmp_path / f"{sharding}.ckpt", weights_only=False))
 
     for key in ("state_dict", "current_model_state"):
         torch.testing.assert_close(saved[1][key], saved[0][key], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(validated[1], validated[0])  # once some weights had no memory
 
 
 # One Trainer after another, with the same model.

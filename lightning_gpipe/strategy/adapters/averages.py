@@ -28,6 +28,8 @@ try:
 except ImportError:  # new in Lightning 2.6
     WeightAveraging = StochasticWeightAveraging  # type: ignore[assignment,misc]
 
+_KINDS = StochasticWeightAveraging, WeightAveraging
+
 
 class Averages:
     """The averages of a model during a fit; without such a callback nothing happens.
@@ -44,14 +46,21 @@ class Averages:
         self._to_move: list[StochasticWeightAveraging | WeightAveraging] = []
         self._epoch = -1
 
+    @staticmethod
+    def left_by_a_fit(model: LightningModule) -> Iterator[nn.Module]:
+        """Yield the averages of ``model`` that callbacks have, before it is placed again."""
+        callbacks = model.trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+        averaging = (x for x in callbacks if isinstance(x, _KINDS))
+        copies = (callback._average_model for callback in averaging)
+        yield from (_averaged(copy) for copy in copies if copy is not None)
+
     def hold_back(self, model: LightningModule) -> None:
         """Keep callbacks' copies of ``model``, which must not be on meta, on the CPU at first."""
         self.release()
         if model.trainer.state.fn != TrainerFn.FITTING:
             return
         callbacks = model.trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
-        kinds = StochasticWeightAveraging, WeightAveraging
-        self._callbacks = [callback for callback in callbacks if isinstance(callback, kinds)]
+        self._callbacks = [callback for callback in callbacks if isinstance(callback, _KINDS)]
         if self._callbacks and on_meta(model):
             raise ValueError(
                 f"{type(self._callbacks[0]).__name__} copies the model before it is on its "
@@ -74,7 +83,7 @@ class Averages:
             copy = callback._average_model
             if copy is None:
                 continue
-            averaged = copy.module if isinstance(copy, AveragedModel) else copy
+            averaged = _averaged(copy)
             pairs = zip(_tensors(averaged), _tensors(model), strict=False)  # of a smaller model
             chosen = callback not in self._to_move
             with replaceable(*averaged.modules()):
@@ -95,6 +104,10 @@ class Averages:
         for callback in self._to_move:
             callback._device = None
         self._callbacks, self._to_move, self._epoch = [], [], -1
+
+
+def _averaged(copy: nn.Module) -> nn.Module:
+    return copy.module if isinstance(copy, AveragedModel) else copy
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
