@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 import lightning as L
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics.aggregation import BaseAggregator
 
-from lightning_gpipe.core.faithful import Attributes, Journal, Write, version_of
+from lightning_gpipe.core.faithful import Attributes, Contents, Journal, Write
 from lightning_gpipe.core.layout import is_user_object
 from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping
 from lightning_gpipe.core.schedules import Block, ByMicroBatch
@@ -27,8 +26,6 @@ from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
 from lightning_gpipe.strategy.step_results import result_of
 
 _NAMES = 8  # in a warning
-_DEPTH = 3  # of containers in containers that are searched
-_MANY = 1000  # values of a container that are searched
 
 InWrapper = Callable[[Callable[[], Any]], Any]
 
@@ -130,14 +127,17 @@ def _warning_of_changes(
     module: L.LightningModule, layers: Collection[nn.Module], batch: Any, pieces: Sequence[Any]
 ) -> Iterator[None]:
     """Warn of changes that each step makes on the module or in a batch, and one step makes once."""
-    before = {name: (x, _state_of(x)) for name, x in _values_on(module, layers)}
+    before = {name: (x, _contents_of(x)) for name, x in _values_on(module, layers)}
     aggregated: set[str] = set()
     with Journal().changed(_noting_aggregates(module, aggregated)):
         yield
-    after = ((name, x, *before.get(name, (None, 0))) for name, x in _values_on(module, layers))
-    changed = aggregated.union(
-        name for name, x, old, state in after if x is not old or _state_of(x) != state
-    )
+    after = dict(_values_on(module, layers))
+    same = {
+        name
+        for name, (x, contents) in before.items()
+        if after.get(name) is x and not contents.moved(compared=False)
+    }
+    changed = aggregated | (after.keys() - same)
     for piece in pieces:
         if isinstance(piece, dict):
             changed |= {f"batch[{key!r}]" for key in piece.keys() ^ batch.keys()}
@@ -187,18 +187,9 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_NAMES], *more])
 
 
-def _state_of(value: Any, depth: int = _DEPTH) -> Any:
-    """Return what edits change: versions of tensors, and what containers and objects hold."""
-    if isinstance(value, Tensor):
-        return version_of(value)
-    if isinstance(value, str | bytes | int | float | complex | None):
-        return repr(value)  # as a NaN differs from itself
-    if is_user_object(value):
-        return _state_of(vars(value), depth)
-    if not isinstance(value, list | tuple | dict | set):
-        return None
-    values = value.values() if isinstance(value, dict) else value
-    return len(value), [_state_of(x, depth - 1) for x in islice(values, _MANY) if depth]
+def _contents_of(value: Any) -> Contents:
+    """Return what edits change: what a container or an object holds, the version of a tensor."""
+    return Contents(vars(value) if is_user_object(value) else value, copied=False)
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:

@@ -85,7 +85,7 @@ class _RedirectedDraws(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             return func(*map(self._redirected, args), **kwargs)
         for k, name in _edited_lists(func):  # whose versions PyTorch leaves as they are in a mode
-            edited = args[k] if k < len(args) else kwargs[name]
+            edited = args[k] if k < len(args) else kwargs.get(name) or ()
             increment_version([x for x in edited if not x.is_inference()])
         tagged = _may_draw(func)
         if tagged is None:

@@ -85,9 +85,9 @@ class LoopRecording:
 
     @property
     def alive(self) -> list[Placeholder]:
-        """The placeholders that something still refers to, in order.
+        """The placeholders that something still refers to, in order; the same in all processes.
 
-        Not another thread by frames of this one: processes must find the same.
+        Frames of this thread that another one looks at would keep some: not while this is read.
         """
         with FRAMES:
             return [x for ref in self._placeholders if (x := ref()) is not None]

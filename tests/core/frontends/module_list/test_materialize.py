@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,9 +12,38 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.transport.threads import frames_of_threads
 from tests.support.interpreter import Interpreter
 from tests.support.loops import WIDTH, Around, looped, states
 from tests.support.models import assert_same
+from tests.support.waiting import PATIENCE
+
+
+def test_call_that_another_thread_looks_at() -> None:
+    """Its frame kept what it had, so that this left the pipeline in one process of several."""
+
+    def look() -> None:
+        with frames_of_threads():
+            begun.set()
+            time.sleep(0.2)
+
+    def more(k: int, x: Tensor) -> Tensor:
+        twice = x * 2
+        if k == 3 and looking.ident is None:  # at the last block, in the first forward
+            looking.start()
+            begun.wait(PATIENCE)
+        return twice + 1
+
+    begun = threading.Event()
+    looking = threading.Thread(target=look)
+    model, run = Around(between=more), Interpreter()
+    with looped(model, run=run):
+        model(states())
+        looking.join()
+        model(states())
+
+    watched, unwatched = run.programs
+    assert watched.outputs == unwatched.outputs
 
 
 class Pair(NamedTuple):
