@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.data import is_whole
 from lightning_gpipe.core.faithful import Journal, Manager, is_traced
 from lightning_gpipe.core.frontends.frontend import OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.lines import calling_line
@@ -165,7 +166,7 @@ class BlockCalls:
         session.next = 0
         if block.k:
             self._refuse_order(session, block)
-        first = next((x for x in tensors if type(x) is not Placeholder and x.dim() > 0), None)
+        first = next(filter(_may_have_rows, tensors), None)
         if first is None:
             raise TypeError(
                 f"the first block of a pipeline must be called with a tensor that has rows: got "
@@ -205,3 +206,8 @@ class BlockCalls:
             "set it to 0. One that never calls the last blocks needs a model without them, and one "
             "that calls a block again after the last cannot be cut here."
         )
+
+
+def _may_have_rows(tensor: Tensor) -> bool:
+    no_rows = isinstance(tensor, Placeholder | nn.Parameter) or is_whole(tensor)
+    return not no_rows and tensor.dim() > 0

@@ -145,7 +145,8 @@ class LoopRecording:
         self._latest = call
         if not self._count:
             self._first_kind = self.samples.single, kind_of_call(call, Arguments(arguments))
-            self._use(self._history.tapes.get(self._first_kind) or Tape())
+            tape = self._history.tapes.get(self._first_kind)
+            self._use(Tape() if tape is None or tape.rows < self.rows else tape)
         entry = self.follow(call.run, call.kind, call.line, arguments)
         if entry is None:
             entry = self._learned(call, arguments, check)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,17 +14,11 @@ from lightning_gpipe.core.data import map_instances, whole
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.inplace_edits import check_edits, edited
 from lightning_gpipe.core.frontends.traced.row_dims import RowDims
+from lightning_gpipe.core.frontends.traced.row_trial import RowTrial
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
-from lightning_gpipe.core.frontends.traced.symbolic import first_input, function_name
-from lightning_gpipe.core.frontends.traced.traced_call import across_rows, run_apart, tried
+from lightning_gpipe.core.frontends.traced.symbolic import filled, function_name
 from lightning_gpipe.core.frontends.traced.watching import run_under
 from lightning_gpipe.core.programs import Method, Program, Step, Value
-
-# Functions of matrices, or of batches of them; and those of which the first argument tells.
-_OF_ONE = "tril triu pinverse linalg_pinv linalg_svd linalg_qr inverse"
-_OF_TWO = "matmul mm addmm cdist outer ger kron tensordot"
-_ALONE = frozenset(_OF_ONE.split())
-_OF_MATRICES = frozenset([*_ALONE, *_OF_TWO.split()])
 
 
 @dataclass(frozen=True)
@@ -37,18 +30,25 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class LoweredProgram:
-    """The program of a kind of call, and its result with an :class:`Output` for each value."""
+    """The program of a kind of call, and its result with an :class:`Output` for each value.
+
+    ``tried`` is the same program with the ``trials`` of its stages.
+    """
 
     program: Program
+    tried: Program
+    trials: Sequence[RowTrial]
     returned: Any
 
     def moved(self, first: int, n: int) -> LoweredProgram:
-        return replace(self, program=self.program.moved(first, n))
+        return replace(self, program=self.program.moved(first, n), tried=self.tried.moved(first, n))
 
     def __call__(self, run: Callable[..., list[Any]], arguments: Sequence[Any]) -> Any:
         values = dict(enumerate(arguments))
-        if self.program.outputs:
-            values |= zip(self.program.outputs, run(self.program, list(arguments)), strict=True)
+        here = [trial.over for trial in self.trials if trial.begun]  # not in another process
+        program = self.program if here and all(here) else self.tried
+        if program.outputs:
+            values |= zip(program.outputs, run(program, list(arguments)), strict=True)
         return map_instances(Output, lambda output: values[output.number], self.returned)
 
 
@@ -61,8 +61,12 @@ def lower(graph: CallGraph, modules: StageModules) -> LoweredProgram:
     outputs = {node: Output(lowering.output(node).number) for node in graph.outputs}
     inputs = range(len(graph.inputs))
     computed = {x.number: None for x in outputs.values() if x.number not in inputs}
-    program = Program(lowering.steps, inputs=inputs, outputs=list(computed), n=modules.own.n)
-    return LoweredProgram(program, map_instances(fx.Node, outputs.__getitem__, graph.returned))
+    program, tried = (
+        Program(steps, inputs=inputs, outputs=list(computed), n=modules.own.n)
+        for steps in (lowering.steps, lowering.tried_steps)
+    )
+    returned = map_instances(fx.Node, outputs.__getitem__, graph.returned)
+    return LoweredProgram(program, tried, lowering.trials, returned)
 
 
 class _Lowering:
@@ -77,29 +81,25 @@ class _Lowering:
         self._values = {node: Value(k) for k, node in enumerate(graph.inputs)}
         self._reads: dict[tuple[str, int], Value] = {}
         self._numbers = count(len(graph.inputs))
+        self.trials = [RowTrial(graph, self._dims) for _ in range(modules.own.n)]
+        self._tried: dict[int, Callable[..., Any]] = {}
+
+    @property
+    def tried_steps(self) -> list[Step]:
+        """The steps, as parts of the trials."""
+        return [replace(step, run=self._tried.get(step.value, step.run)) for step in self.steps]
 
     def add(self, node: fx.Node) -> None:
         j = self._stages[node]
         value = partial(self._value, j=j)
-        args, kwargs = _plain(fx.node.map_arg((node.args, node.kwargs), value))
+        args, kwargs = filled((node.args, node.kwargs), value)
         run = self._run(node)
-        cut = list(map(self._is_cut, node.args))
-        if function_name(node) in _OF_MATRICES:
-            others = 0 if function_name(node) in _ALONE else 1
-            rows = [k for k, is_cut in enumerate(cut) if k >= others and is_cut]
-            run = partial(run_on_batches, run, rows, node.meta["line"])
-        elif node in self._dims.untold and any(cut) and edited(self._graph, node) is None:
-            run = tried(run, cut, node.meta["line"])
-        if node in self._dims.others:
-            run = partial(run_apart, run, *self._dims.others[node], node.meta["line"])
         if node.meta["modes"] != self._graph.modes:
             run = partial(run_under, node.meta["modes"], self._graph.modes, run)
         number = next(self._numbers)
         self._values[node] = Value(number)
+        self._tried[number] = self.trials[j].of(node, run)
         self.steps.append(Step(run, args, number, j, kwargs, _name(node), node.meta["line"]))
-
-    def _is_cut(self, argument: Any) -> bool:
-        return isinstance(argument, fx.Node) and self._dims.get(argument) == 0
 
     def output(self, node: fx.Node) -> Value:
         j = self._stages.get(node, self._modules.own.n - 1)
@@ -133,9 +133,6 @@ class _Lowering:
             return Method(str(node.target))
         if node.op == "call_function":
             assert callable(node.target)
-            base = first_input(node) if node.target is operator.getitem else None
-            if self._is_cut(base) and _needs_look(node):
-                return partial(get_rows, line=node.meta["line"])
             return node.target
         layer = self._graph.layer(node)
         owned = layer in self._modules.own.owners
@@ -152,38 +149,6 @@ class _Lowering:
         later = set(self._graph.nodes[self._graph.nodes.index(node) + 1 :])
         arguments = node.all_input_nodes
         return any(later & set(x.users) or x in self._graph.outputs for x in arguments)
-
-
-def _needs_look(node: fx.Node) -> bool:
-    """Return whether only a run tells if ``x[index]`` takes rows by number."""
-    base, index = first_input(node), node.args[1]
-    if isinstance(index, int):  # of a tuple, or of a tensor
-        return base is not None and base.op == "call_module"
-    first = _first(index)
-    return isinstance(first, fx.Node) and function_name(first) != "arange"
-
-
-def run_on_batches(
-    run: Callable[..., Any], rows: Sequence[int], line: str, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a function of matrices, which these arguments with rows must not be themselves."""
-    if any(isinstance(args[k], Tensor) and args[k].dim() <= 2 for k in rows):
-        raise across_rows(line, "computes with the matrix of all rows")
-    return run(*args, **kwargs)
-
-
-def get_rows(value: Any, index: Any, *, line: str) -> Any:
-    """Return ``value[index]`` of a value with its rows in dim 0, none of them by its number."""
-    first = _first(index)
-    # Neither bool nor uint8, which are masks.
-    numbers = isinstance(first, Tensor) and first.dtype.itemsize > 1
-    if isinstance(value, Tensor) and (numbers or isinstance(first, int)):
-        raise across_rows(line, "takes rows by their number")
-    return operator.getitem(value, index)
-
-
-def _first(index: Any) -> Any:
-    return index[0] if isinstance(index, tuple) and index else index
 
 
 def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> Any:
@@ -212,16 +177,6 @@ def run_unedited(run: Callable[..., Any], title: str, /, *args: Any, **kwargs: A
 def _marked(value: Any) -> Any:
     """Mark a tensor that is the same for every micro-batch, and returned once."""
     return whole(value) if isinstance(value, Tensor) else value
-
-
-def _plain(tree: Any) -> Any:
-    if isinstance(tree, list):
-        return [_plain(child) for child in tree]
-    if isinstance(tree, dict):
-        return {key: _plain(child) for key, child in tree.items()}
-    if type(tree) is tuple:
-        return tuple(map(_plain, tree))
-    return tree
 
 
 def _name(node: fx.Node) -> str:

@@ -3,8 +3,8 @@
 In a stage, ``x - x.mean(0)``, a softmax or a sort along the rows, ``x[0]`` or ``x @ x.t()`` would
 see the rows of a micro-batch alone. Shapes are not known yet, but the steps tell where rows go:
 arguments and the outputs of layers have them in dim 0, ``transpose(0, 1)`` moves them,
-``x.view(n, -1)`` leaves them. A dim that counts from the end is taken for another one, which a
-stage checks. Where the dim of the rows cannot be told, nothing is refused.
+``x.view(n, -1)`` leaves them. A dim that counts from the end is taken for another one. Where the
+dim of the rows cannot be told, nothing is refused here, but by a trial when a stage first runs.
 
 In a stage ``x.size(0)`` is the number of rows of a micro-batch: right as a size, as in
 ``x.view(x.size(0), -1)``, and refused as a value, as in ``x.sum() / x.size(0)``. ``x / x.sum()``
@@ -44,36 +44,39 @@ _ROW_NUMBERS = frozenset(
 # The position of the dims in the arguments of a reduction, without which it is over all dims.
 _REDUCTIONS = {name: at for at, names in REDUCTIONS.items() for name in names.split()}
 _REDUCTIONS |= {"dist": 3, "trace": 3}  # which have none
-_CHECKS = frozenset({hold.__name__, "_assert"})
+CHECKS = frozenset({hold.__name__, "_assert"})
 _KEEP_DIMS = (  # functions that are not elementwise, but keep rows apart, whatever their dim is
     "to float double half bfloat16 type type_as contiguous detach cpu cuda size dim numel hold "
     "dropout layer_norm rms_norm embedding zeros_like ones_like rand_like randn_like "
     "unflatten multi_head_attention_forward"
 )
 _APART = frozenset(_KEEP_DIMS.split())
+_MAY_FOLD = "view reshape flatten unflatten expand repeat tile view_as reshape_as"
+_FOLD = frozenset(_MAY_FOLD.split())
 _FILLED = frozenset({"zeros", "ones", "full", "empty"})
 
 
 class RowDims(dict[fx.Node, int | None]):
-    """The dim of the rows in each value, or None; ``others`` are dims that must not be, by rank."""
+    """The dim of the rows in each value, or None.
+
+    ``counts`` are the numbers of rows, and those that are computed from them; ``folded`` the values
+    that may have several entries for each row.
+    """
 
     def __init__(self, graph: CallGraph) -> None:
         rows, counts = _rows_in(graph)
         super().__init__({node: 0 for node in graph.inputs if node in rows})
-        self.others: dict[fx.Node, tuple[int, list[int]]] = {}
-        self.untold: set[fx.Node] = set()
+        self.counts = counts
+        self.folded: set[fx.Node] = set()
         for node in graph.nodes:
             if node not in rows:
                 continue
-            if _is_filled(node):
-                self[node] = _dim_of_size(node, counts)
-                continue
-            call = TracedCall(node, self)
-            self[node] = _dim_after(call)
-            if call.others and call.dim is not None:
-                self.others[node] = call.dim, call.others
-            if call.untold:
-                self.untold.add(node)
+            filled = _is_filled(node)
+            self[node] = (
+                _dim_of_size(node, counts) if filled else _dim_after(TracedCall(node, self))
+            )
+            if filled or function_name(node) in _FOLD or self.folded & set(node.all_input_nodes):
+                self.folded.add(node)
 
 
 def _dim_after(call: TracedCall) -> int | None:
@@ -84,7 +87,6 @@ def _dim_after(call: TracedCall) -> int | None:
         return None if call.dim is None else rule(call, call.dim)
     if call.name and call.rows - {0} and not _is_elementwise(call.name.rstrip("_")):
         raise across_rows(call.line, f"computes {call.name} of rows that are not in dim 0")
-    call.untold = bool(call.name) and call.dim == 0 and not _is_elementwise(call.name.rstrip("_"))
     # A layer, or an elementwise function: rows stay in their dim.
     return next(iter(call.rows)) if len(call.rows) == 1 else None
 
@@ -167,17 +169,22 @@ def _check_reductions(graph: CallGraph, rows: set[fx.Node]) -> None:
         sources = [x for x in node.all_input_nodes if x in reduced]
         others = any(x in rows and x not in reduced for x in node.all_input_nodes)
         beside = others or node.op == "call_module"
-        if sources and beside and function_name(node) not in _CHECKS:
-            raise UnsupportedForward(
-                "a forward must not compute over all rows of a mini-batch, since a stage has those "
-                f"of a micro-batch: {reduced[sources[0]].meta['line']} reduces over them, and "
-                f"{node.meta['line']} uses it beside values per row, or in a layer. "
-                "Give the dims, as in x.mean(dim=1), or compute it outside of the model."
-            )
+        if sources and beside and function_name(node) not in CHECKS:
+            raise over_all_rows(reduced[sources[0]], node)
         if sources:
             reduced[node] = reduced[sources[0]]
         elif _reduces_all(node, rows):
             reduced[node] = node
+
+
+def over_all_rows(reduction: fx.Node, node: fx.Node) -> UnsupportedForward:
+    """Return the error of a step that uses a reduction over all rows."""
+    return UnsupportedForward(
+        "a forward must not compute over all rows of a mini-batch, since a stage has those of a "
+        f"micro-batch: {reduction.meta['line']} reduces over them, and {node.meta['line']} uses it "
+        "beside values per row, or in a layer. Give the dims, as in x.mean(dim=1), or compute it "
+        "outside of the model."
+    )
 
 
 def _reduces_all(node: fx.Node, rows: set[fx.Node]) -> bool:

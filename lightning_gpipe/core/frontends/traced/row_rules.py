@@ -1,7 +1,7 @@
 """The rules for the dim of the rows: where a function that a traced forward calls leaves them.
 
-A rule raises if the function computes along that dim. Functions that have none, and get rows in
-dim 0, are tried when a stage first calls them.
+A rule raises if the function computes along that dim. What rules do not tell, a trial does when a
+stage first calls the functions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def _transpose(call: TracedCall, dim: int) -> int | None:
 def _swapped(call: TracedCall, dim: int, one: Any, other: Any) -> int | None:
     if not (isinstance(one, int) and isinstance(other, int)):
         return None
-    call.differs(one, other)
     return {one: other, other: one}.get(dim, dim)
 
 
@@ -107,8 +106,6 @@ def _inserted(call: TracedCall, dim: int, at: Any) -> int | None:
         return dim - (dim < at + 1 <= 0)
     if at >= 0:
         return dim + (at <= dim)
-    if at < -1:
-        call.differs(at + 1)
     return dim if dim == 0 or at == -1 else None
 
 

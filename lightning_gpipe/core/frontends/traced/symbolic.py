@@ -78,6 +78,21 @@ def function_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "")
 
 
+def filled(arguments: Any, value: Callable[[fx.Node], Any]) -> Any:
+    """Return arguments of a step with ``value(node)`` for each node, in plain containers."""
+    return _plain(fx.node.map_arg(arguments, value))
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_plain(child) for child in tree]
+    if isinstance(tree, dict):
+        return {key: _plain(child) for key, child in tree.items()}
+    if type(tree) is tuple:
+        return tuple(map(_plain, tree))
+    return tree
+
+
 def infer_kind(node: fx.Node, module_of: Callable[[str], Any]) -> ValueKind:
     """Infer the kind of a new node's value; ``module_of`` returns the module at a path."""
     match node.op:

@@ -100,6 +100,26 @@ def test_kind_of_a_block_is_of_its_classes_and_its_flags_as_they_are_now():
     assert one.kind != other.kind
 
 
+def test_kind_of_a_block_is_of_the_sizes_of_its_layers():
+    def block(index: int, layer: nn.Module) -> Block:
+        module: Any = nn.Sequential(layer)
+        module[0].layer_index = index
+        return Block(module, index, f"blocks.{index}", 0, None)
+
+    layers = [
+        nn.Linear(6, 6),
+        nn.Linear(6, 12),
+        nn.Conv2d(6, 6, 1, padding=1),
+        nn.Conv2d(6, 6, 1, padding=1, stride=2),
+        nn.Upsample(scale_factor=2),
+        nn.Upsample(scale_factor=3),
+    ]
+    kinds = [block(k, layer).kind for k, layer in enumerate(layers)]
+    assert len(set(kinds)) == len(kinds)
+    assert kinds == [block(k, copy.deepcopy(layer)).kind for k, layer in enumerate(layers)]
+    assert block(7, nn.Linear(6, 6)).kind == kinds[0]
+
+
 def test_block_keeps_nothing_that_its_module_has_dropped():
     class Kept:
         pass

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.balance import parameter_costs
-from lightning_gpipe.core.data import tree_flatten
+from lightning_gpipe.core.data import tree_flatten, whole
 from lightning_gpipe.core.frontends.module_list.loop import Loop
 from tests.support.compilation import has_dynamo
 from tests.support.faults import OwnError
 from tests.support.interpreter import Interpreter
-from tests.support.loops import GPT, WIDTH, looped, states, tokens
+from tests.support.loops import GPT, LENGTH, WIDTH, looped, states, tokens
 from tests.support.models import assert_same_step
 
 
@@ -410,6 +410,38 @@ def test_first_block_without_a_tensor():
 
 
 @pytest.mark.skipif(not has_dynamo(), reason="torch.compile does not work here")
+class Masked(nn.Module):
+    """Takes a mask before the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return x + mask.softmax(-1) @ self.layer(x)
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["whole", "parameter"])
+def test_first_tensor_without_rows(marked: bool):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(LENGTH, LENGTH))
+            self.blocks = nn.ModuleList(Masked() for _ in range(4))
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = whole(self.table * 2) if marked else self.table
+            for block in self.blocks:
+                x = block(mask, x)
+            return x
+
+    plain = Model()
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states())
+
+
 def test_compiled_model_runs_as_a_pipeline():
     model = Looping(by_index)
     expected = model(states())

@@ -236,6 +236,13 @@ ACROSS_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda x: x.transpose(0, 1).sort(1).values.transpose(0, 1),
     "gumbel": lambda x: F.gumbel_softmax(x, dim=0),
     "attention": lambda x: attention(x.transpose(0, 1)).transpose(0, 1),
+    "first rows": lambda x: x[:4],
+    "last rows": lambda x: x[-4:],
+    "parts of rows": lambda x: torch.cat([x[:3] * 2, x[3:]]),
+    "pieces": lambda x: torch.cat([k * y for k, y in enumerate(x.split(4))]),
+    "far roll": lambda x: x.roll(6, 0),
+    "any": lambda x: x * (1 + (x > 9).any()),
+    "count": lambda x: x + (x > 9).sum(),
     "ones": lambda x: x + torch.ones(2, x.flatten(1).size(0)) @ x.flatten(1),
 }
 
@@ -251,6 +258,47 @@ def test_operator_across_rows_is_refused(name: str, alike: bool):
     x = states(ROWS)[:1].expand(ROWS, -1, -1) * 0 if alike else states(ROWS)
     with looped(model), pytest.raises(RuntimeError, match=r"test_operators.py:\d+"):
         model(x)
+
+
+@pytest.mark.parametrize("function", [lambda x: x[:6], lambda x: x.split(6)[0]])
+def test_rows_that_all_are_taken_of_a_smaller_batch(function: Callable[[Tensor], Any]):
+    """A sample of six rows was right, and the tape of its forward was followed by eight."""
+    plain = Around(at(2, function))
+    model = copy.deepcopy(plain)
+    with looped(model):
+        for _ in range(2):
+            torch.testing.assert_close(model(states(6)), plain(states(6)))
+        with pytest.raises(RuntimeError, match="computes across the rows"):
+            model(states(8))
+        torch.testing.assert_close(model(states(3)), plain(states(3)))
+
+
+def test_values_that_depend_on_shapes_only():
+    plain = Around(
+        at(2, lambda x: x + x.new_ones(LENGTH, WIDTH).tril() + torch.zeros_like(x[:, :1]))
+    )
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states(8))
+
+
+class Widening(nn.Linear):
+    """Is as wide as it is told."""
+
+
+def test_shapes_of_blocks_of_other_sizes():
+    """All blocks of a class were taken to have the sizes of the first."""
+
+    class Widths(Around):
+        def __init__(self) -> None:
+            super().__init__(at(2, lambda x: x * x.shape[-1] ** -0.5 + x.size(1)))
+            sizes = [(WIDTH, WIDTH), (WIDTH, 12), (12, 4), (4, 4)]
+            self.blocks = nn.ModuleList(Widening(*each) for each in sizes).double()
+
+    plain = Widths()
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states(ROWS))
 
 
 def test_operator_along_a_dim_that_changes():

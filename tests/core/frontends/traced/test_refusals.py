@@ -1,6 +1,6 @@
 """Forwards that cannot be cut are refused with the user's line, or run as one layer.
 
-Here are also the tests of ``inplace_edits``, ``row_dims``, ``row_rules``,
+Here are also the tests of ``inplace_edits``, ``row_dims``, ``row_rules``, ``row_trial``,
 ``traced_attributes``, ``traced_call`` and ``watching``.
 """
 
@@ -388,7 +388,7 @@ def test_rows_that_are_taken_by_number(tracing: Tracing, between: Callable[..., 
     model = Model(between)
     model.pair = Pair(several=False)
 
-    with pytest.raises(TypeError, match=r"test_refusals.py:\d+ takes rows by their number"):
+    with pytest.raises(TypeError, match=r"across the rows .*test_refusals.py:\d+"):
         tracing(model, 2)(rows())
 
 
@@ -415,7 +415,7 @@ def outer_product(model: Model, x: Tensor) -> Tensor:
 )
 def test_matrix_of_all_rows(tracing: Tracing, between: Callable[..., Any]) -> None:
     """Each micro-batch had a matrix of its own rows: another result, without a word."""
-    with pytest.raises(TypeError, match=r"test_refusals.py:\d+ computes with the matrix of all"):
+    with pytest.raises(TypeError, match=r"across the rows .*test_refusals.py:\d+"):
         tracing(Model(between), 2)(rows())
 
 
@@ -457,6 +457,28 @@ ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
     "embedding bag": lambda x: (
         x + F.embedding_bag(x.argmax(1), x.new_ones(WIDTH, WIDTH), x.argmax(0)[:1] * 0)
     ),
+    "number of rows among others": lambda x: x * x.shape[:2][0],
+    "number of rows from the end": lambda x: x / x.shape[-2],
+    "size of rows from the end": lambda x: x / x.size(-2),
+    "product of sizes": lambda x: x / x.shape.numel(),
+    "number of rows in a tensor": lambda x: x * torch.tensor(x.size(0)),
+    "number of rows in a filled tensor": lambda x: x * torch.full((1,), x.size(0)),
+    "number of rows in a new tensor": lambda x: x * x.new_full((1,), x.size(0)),
+    "differences of all rows": lambda x: (x[:, None] - x[None]).square().sum(1),
+    "similarities of all rows": lambda x: (
+        x * F.cosine_similarity(x[:, None], x[None], dim=-1).sum(1, keepdim=True)
+    ),
+    "smallest but one": lambda x: x - x.kthvalue(2, 0).values,
+    "dot product": lambda x: x / x.flatten().dot(x.flatten()),
+    "norm of a matrix": lambda x: x / torch.linalg.matrix_norm(x),
+    "sums of classes": lambda x: (
+        x + x.new_zeros(1, WIDTH).index_add(0, torch.zeros_like(x[:, 0]).long(), x)
+    ),
+    "repeated": lambda x: x.repeat(2, 1),
+    "tiled": lambda x: x.tile(2, 1),
+    "stacked and flattened": lambda x: torch.stack([x, x]).flatten(0, 1),
+    "expanded and reshaped": lambda x: x[None].expand(2, -1, WIDTH).reshape(-1, WIDTH),
+    "normalized over all dims": lambda x: F.layer_norm(x, x.shape),
 }
 
 
@@ -495,6 +517,10 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
         x / x.norm(2, -1, True) - x.quantile(0.5, 1)[:, None] + x.renorm(2, 0, 1.0)
     ),
     "views": lambda x: x + x.exp().view_as(x) + x.view(x.size(0), -1).reshape(-1, WIDTH),
+    "rows inside of their entries": lambda x: (
+        x + (x[None].expand(2, -1, WIDTH).reshape(-1, WIDTH) * 2).view(2, -1, WIDTH).sum(0)
+    ),
+    "entries of rows": lambda x: x.repeat_interleave(2, 0).cos().unflatten(0, (-1, 2)).sum(1),
     "pads": lambda x: F.pad(x, [1, 1])[:, 1:-1] + F.alpha_dropout(x, 0.5, training=False),
 }
 

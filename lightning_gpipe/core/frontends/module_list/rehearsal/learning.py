@@ -56,6 +56,8 @@ class Learner:
         """
         key, trial = kind_of_call(call, arguments), None
         knowledge = self.knowledge.get(key)
+        if knowledge is not None and knowledge.rows < self.samples.rows:
+            knowledge = None
         if knowledge is None:
             self._expect_filled(call, arguments)
             self._warn_of_lists(call, arguments)

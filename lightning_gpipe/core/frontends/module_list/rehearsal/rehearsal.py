@@ -8,6 +8,7 @@ argument has no influence; if they differ, the user must say which is meant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,10 +20,10 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import tree_flatten
 from lightning_gpipe.core.faithful import RandomState, add_note
+from lightning_gpipe.core.frontends.cuts import Cut, few_of, same, scaled
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import (
     Samples,
     deep_copy,
-    few_of,
     fingerprint,
     without_effects,
 )
@@ -34,13 +35,11 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     first_reading,
 )
 from lightning_gpipe.core.frontends.module_list.tape.calls import (
-    Cut,
     Knowledge,
     RecordedCall,
     Result,
     TensorLeaf,
     equal,
-    same,
     with_returned_arguments,
 )
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
@@ -49,11 +48,12 @@ from lightning_gpipe.core.layout import is_user_object
 _MOST_FLIPPED = 2  # arguments that get their other reading at a time, before all of them do
 
 # The rows on which an operator is tried, to see whether others beside them make a difference. None
-# of them is in all pairs, and none of these is in the order of all. What draws random numbers draws
-# the same for each place, so that one row after the other is replaced by another one.
+# of them is in all pairs, and none of these is in the order of all; what is the same for two and
+# for three rows may not be for five. What draws random numbers draws the same for each place, so
+# that one row after the other is replaced by another one.
 _PROBED = 3
 _ALL = (0, 1, 2)
-_PAIRS = (1, 0), (2, 1), (0, 2)
+_OTHERS = (1, 0), (2, 1), (0, 2), (1, 2, 0, 2, 1)
 _REPLACED = (1, 1, 2), (0, 2, 2), (0, 1, 0)
 
 Readings = Mapping[Path, Reading]
@@ -71,6 +71,10 @@ class Trial(NamedTuple):
     edited_tensors: frozenset[Path]  # from outside
     draws: bool  # random numbers
     mixes: bool = False  # its rows, though it is an operator
+
+    @property
+    def leaves(self) -> list[Any]:
+        return tree_flatten(self.result).leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,20 +121,64 @@ class Rehearsal:
             result = replace(result, leaves=leaves or result.leaves)
             trial = trial._replace(mixes=leaves is None)
         learned_readings = {path: readings[path] for path in unknown}
-        return Knowledge(result, learned_readings, trial.filled_objects), trial
+        rows = math.inf if self.call.modules else self.samples.rows
+        return Knowledge(result, learned_readings, trial.filled_objects, rows), trial
 
     def _located(self, readings: Readings, result: Result, draws: bool) -> tuple[Any, ...] | None:
         """Return the leaves of a result with the dims of their rows; None if it mixes rows."""
-        probes = _REPLACED if draws else _PAIRS
+        probes = _REPLACED if draws else _OTHERS
         try:
             trials = [self._run(readings, _PROBED, probe) for probe in (_ALL, *probes)]
+            columns = list(zip(*(trial.leaves for trial in trials), strict=True))
+            pairs = zip(result.leaves, columns, strict=True)
+            leaves = tuple(_leaf_with_rows(leaf, values, probes) for leaf, values in pairs)
         except Exception:
             return None
-        columns = zip(*(tree_flatten(trial.result).leaves for trial in trials), strict=True)
-        pairs = zip(result.leaves, columns, strict=True)
-        leaves = tuple(_leaf_with_rows(leaf, values, probes) for leaf, values in pairs)
-        lost = any(x is None for x, leaf in zip(leaves, result.leaves, strict=True) if leaf)
-        return None if lost else leaves
+        pairs = zip(leaves, result.leaves, strict=True)
+        lost = any(leaf is None and before is not None for leaf, before in pairs)
+        if lost or not self._same_for_all_values(readings, leaves, columns):
+            return None
+        return leaves if self._same_for_all_rows(readings, leaves, columns) else None
+
+    def _same_for_all_values(
+        self, readings: Readings, leaves: Sequence[Any], columns: Sequence[Sequence[Any]]
+    ) -> bool:
+        """Return whether leaves without rows are the same for zeros and ones, too.
+
+        A few rows may have nothing above a threshold, or all; for micro-batches it would differ.
+        """
+        whole = [k for k, leaf in enumerate(leaves) if getattr(leaf, "reading", 1) == WHOLE]
+        ways = (0, 1) if whole else ()
+        found = (self._attempt(readings, _PROBED, _ALL, fill) for fill in ways)
+        filled = [None if trial is None else trial.leaves for trial in found]
+        return all(x and same(x[k], columns[k][0], close=True) for k in whole for x in filled)
+
+    def _same_for_all_rows(
+        self, readings: Readings, leaves: Sequence[Any], columns: Sequence[Sequence[Any]]
+    ) -> bool:
+        """Return whether all rows give the shapes that few let expect, unlike with ``x[:4]``."""
+
+        def without_values(path: Path, leaf: Any) -> Any:
+            if isinstance(leaf, Placeholder):
+                sample, cut = self.samples[leaf.number], leaf.leaf.cut
+                shape = self.samples.scaled(sample.shape, cut)
+                return torch.empty(shape, dtype=leaf.leaf.dtype, device="meta")
+            return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
+
+        args = [without_values(path, leaf) for path, leaf in self.arguments.leaves]
+        args, kwargs = self.arguments.with_leaves(args)
+        try:
+            with without_effects((), self.call.device):
+                found = tree_flatten(self.call.run(*args, **kwargs)).leaves
+        except Exception:  # it needs values
+            return True
+        if len(found) != len(leaves):
+            return False
+        return all(
+            x.shape == scaled(values[0].shape, leaf.cut, _PROBED, self.samples.rows)
+            for x, leaf, values in zip(found, leaves, columns, strict=True)
+            if isinstance(leaf, TensorLeaf)
+        )
 
     def _sizes_beside_rows(self) -> frozenset[int]:
         leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
@@ -180,16 +228,23 @@ class Rehearsal:
             raise self._doubt([path])
         return other_by_rows
 
-    def _attempt(self, readings: Readings, few: int | None = None) -> Trial | None:
+    def _attempt(self, *how: Any) -> Trial | None:
         try:
-            return self._run(readings, few)
+            return self._run(*how)
         except Exception:
             return None
 
     def _run(
-        self, readings: Readings, few: int | None = None, probe: Sequence[int] | None = None
+        self,
+        readings: Readings,
+        few: int | None = None,
+        probe: Sequence[int] | None = None,
+        fill: int | None = None,
     ) -> Trial:
-        """Run the call on a few rows, or on the rows ``probe`` of ones that all differ."""
+        """Run the call on a few rows, or on the rows ``probe`` of ones that all differ.
+
+        All values of the latter may be ``fill``.
+        """
         few = few or self.few
         device = self.call.device
         copies: dict[Path, tuple[Any, Any]] = {}
@@ -198,6 +253,7 @@ class Rehearsal:
             x = few_of(x, cut, rows, few)
             if probe is not None and few is not None and cut[0]:
                 x = few_of(_with_different_rows(x), cut, few, probe)
+                x = x if fill is None else torch.full_like(x, fill)
             return x.to(device, copy=True)
 
         def copy_of(path: Path, leaf: Any) -> Any:
@@ -298,7 +354,7 @@ def _leaf_with_rows(leaf: Any, values: Sequence[Any], probes: Sequence[Sequence[
 
 def _has_rows(result: Tensor, full: Tensor, cut: Cut, probe: Sequence[int]) -> bool:
     """Return whether the rows of a probe have the results that they have among all rows."""
-    if len(probe) < _PROBED:
+    if len(probe) != _PROBED:
         return same(few_of(full, cut, _PROBED, probe), result, close=True)
     same_rows = [k for k, row in enumerate(probe) if k == row]
     some, others = (few_of(x, cut, _PROBED, same_rows) for x in (full, result))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_gpipe.core.faithful import (
     preserved,
     record,
 )
+from lightning_gpipe.core.frontends.cuts import Cut, few_of, scaled
 from lightning_gpipe.core.frontends.module_list.blocks import running
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     Path,
@@ -30,7 +31,7 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     leaves_in,
     map_leaves,
 )
-from lightning_gpipe.core.frontends.module_list.tape.calls import Cut, RecordedCall, TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall, TensorLeaf
 from lightning_gpipe.core.frontends.module_list.tape.tape import Tape, is_plain
 from lightning_gpipe.core.layout import is_user_object, tensors_within
 from lightning_gpipe.core.programs import Step, Value
@@ -95,19 +96,6 @@ def only_here(stage: int, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def few_of(tensor: Tensor, cut: Cut, rows: int, few: int | Sequence[int] | None) -> Tensor:
-    """Return ``few`` rows of a tensor, by number or indices; all if None, or if it is not cut."""
-    tensor, (reading, dim, inner) = tensor.detach(), cut
-    if not reading or few is None:
-        return tensor
-    # The last ones: a block may take the first entries of a table, and must not get the same ones
-    # of a table that is cut.
-    chosen = [(k - few) % rows for k in range(few)] if isinstance(few, int) else few
-    by_rows = tensor.unflatten(dim, (-1, rows) if inner else (rows, -1))
-    index = torch.tensor(chosen, device=tensor.device)
-    return by_rows.index_select(dim + inner, index).flatten(dim, dim + 1)
-
-
 @dataclass(eq=False)
 class Samples:
     """The values of one recording for ``few`` of its rows, or for all; its ``tape`` may grow.
@@ -146,7 +134,7 @@ class Samples:
             return self.inputs[number][0].shape
         entry = self.tape.calls.get(number)
         if entry is None:  # made of an input
-            return self._scaled(self[number].shape, (1, 0, False))
+            return self.scaled(self[number].shape, (1, 0, False))
         knowledge, step = entry.knowledge, self.tape.steps[entry.number]
         leaves = leaves_in((step.args, dict(step.kwargs)))
         key = tuple(
@@ -158,7 +146,7 @@ class Samples:
             values = [sample] if knowledge.result.single else sample
             pairs = zip(values, knowledge.result.leaves, strict=True)
             shapes = [
-                self._scaled(x.shape, leaf.cut) if isinstance(leaf, TensorLeaf) else None
+                self.scaled(x.shape, leaf.cut) if isinstance(leaf, TensorLeaf) else None
                 for x, leaf in pairs
             ]
             record(knowledge.shapes, key, shapes, _SHAPES)
@@ -173,6 +161,10 @@ class Samples:
 
     def clear(self) -> None:
         self._values, self._values_of_kinds = {}, {}
+
+    def scaled(self, shape: torch.Size, cut: Cut) -> torch.Size:
+        """Return the shape with all rows of a value that has this one in the sample."""
+        return shape if self.few is None else scaled(shape, cut, self.few, self.rows)
 
     def _compute(self, number: int) -> Any:
         if number in self.inputs:
@@ -209,9 +201,3 @@ class Samples:
         leaves = (leaf for _, leaf in leaves_in((step.args, dict(step.kwargs))))
         shapes = tuple(self[leaf.number].shape for leaf in leaves if isinstance(leaf, Value))
         return id(self.tape.calls[number].knowledge), shapes
-
-    def _scaled(self, shape: torch.Size, cut: Cut) -> torch.Size:
-        reading, dim, _ = cut
-        if not reading or self.few is None:
-            return shape
-        return torch.Size([*shape[:dim], shape[dim] // self.few * self.rows, *shape[dim + 1 :]])

@@ -5,6 +5,7 @@ It is seen once for each kind of block, for placeholders, and checked in all lat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
+from lightning_gpipe.core.frontends.cuts import Cut, same, same_constant
 from lightning_gpipe.core.frontends.module_list.tape.arguments import WHOLE, Path, Reading, title
-
-Cut = tuple[Reading | None, int, bool]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Result:
             is_tensor = isinstance(leaf, Tensor)
             if is_tensor != isinstance(expected, TensorLeaf):
                 return None
-            if not (is_tensor or _same_constant(leaf, expected)):
+            if not (is_tensor or same_constant(leaf, expected)):
                 return None
         return flat.leaves
 
@@ -105,12 +105,14 @@ class Knowledge:
     """The knowledge about all calls of a kind.
 
     ``readings`` say how tensor arguments are cut, where the shape does not; ``filled_objects`` are
-    arguments that they fill, such as caches; ``shapes`` are of results, by those of arguments.
+    arguments that they fill, such as caches; ``rows`` is the largest number of rows for which it
+    holds; ``shapes`` are of results, by those of arguments.
     """
 
     result: Result
     readings: dict[Path, Reading]
     filled_objects: frozenset[Path] = frozenset()
+    rows: float = math.inf
     shapes: dict[Any, list[torch.Size | None]] = field(default_factory=dict)
 
     @property
@@ -161,20 +163,3 @@ def _leaf(leaf: Any, rows: int | None, dim: int, inner: bool) -> Any:
     if not cut:
         return TensorLeaf(leaf.dtype, leaf.dim(), WHOLE)
     return TensorLeaf(leaf.dtype, leaf.dim(), leaf.size(dim) // rows, dim, inner)
-
-
-def same(one: Any, other: Any, *, close: bool = False) -> bool:
-    """Return whether two leaves are the same; tensors up to the order of sums if ``close``."""
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return _same_constant(one, other)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not (one.dtype.is_floating_point or one.dtype.is_complex):
-        return torch.equal(one, other)
-    tolerance = torch.finfo(one.dtype).eps ** 0.5 if close else 0.0
-    largest = float(other.detach().abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
-    return torch.allclose(one, other, tolerance, tolerance * largest, equal_nan=True)
-
-
-def _same_constant(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and bool(one == other))

@@ -6,6 +6,7 @@ have the same arguments. From the first that differs it goes on with a copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -73,7 +74,7 @@ class Tape:
 
     ``steps`` has those of calls, and those that prepare their arguments, by the results' numbers,
     ``calls`` the call that returns a value. With one of ``programs``, it changes no more.
-    ``reusable`` says whether another forward may follow it.
+    ``reusable`` says whether another forward may follow it, which has at most so many ``rows``.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class Tape:
         self.programs: dict[Hashable, Program] = {}
         self.count = 0
         self.reusable = True
+        self.rows = math.inf
 
     def new(self) -> int:
         self.count += 1
@@ -102,6 +104,7 @@ class Tape:
         on_tape = arguments.with_leaves(leaves)
         entry = TapeEntry(call, number, on_tape, knowledge, numbers, self.count)
         self.entries.append(entry)
+        self.rows = min(self.rows, knowledge.rows)
         self.calls |= dict.fromkeys([number, *numbers], entry)
         if objects:  # which live as long as their forward, and are others in the next
             self.reusable = False
@@ -123,6 +126,7 @@ class Tape:
     def until(self, k: int) -> Tape:
         tape = Tape()
         tape.entries = self.entries[:k]
+        tape.rows = self.rows
         tape.count = count = tape.entries[-1].count if k else 0
         tape.steps = {number: step for number, step in self.steps.items() if number < count}
         tape.calls = {number: call for number, call in self.calls.items() if number < count}

@@ -1,0 +1,238 @@
+"""A trial of the steps of a stage on other rows, which refuses those that compute across the rows.
+
+Rules do not tell of all steps, since a graph has no shapes: ``x / x.shape[-3]``, differences of all
+pairs of rows, ``x.repeat(2, 1)``. So when a stage first runs a micro-batch, each step that is no
+layer runs again on some of its rows in another order, with the numbers of rows that it then has. It
+must return these rows of its result, along one dim, or the same result. Nothing is told of a value
+from another stage unless it has one entry for each row.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
+from lightning_gpipe.core.faithful import RandomState
+from lightning_gpipe.core.frontends.cuts import Cut, few_of, same
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
+from lightning_gpipe.core.frontends.traced.inplace_edits import edited
+from lightning_gpipe.core.frontends.traced.row_dims import CHECKS, RowDims, over_all_rows
+from lightning_gpipe.core.frontends.traced.symbolic import filled, first_input, function_name
+from lightning_gpipe.core.frontends.traced.traced_call import across_rows
+
+_WHOLE: Cut = 0, 0, False
+
+
+class _Unknown:
+    """Stands for a leaf of which it is not known where its rows are."""
+
+
+class _Other(NamedTuple):
+    """A leaf with another value beside the chosen rows: made of their number, or of all of them."""
+
+    value: Any
+
+
+class RowTrial:
+    """The trial of one stage.
+
+    Attributes:
+        begun: Whether it has run a step.
+        over: Whether it has ended, with several rows.
+    """
+
+    def __init__(self, graph: CallGraph, dims: RowDims) -> None:
+        self.begun = self.over = False
+        self._graph, self._dims = graph, dims
+        self._nodes: list[fx.Node] = []
+        self._leaves: dict[fx.Node, Sequence[Any]] = {}  # a Cut, an _Other or _Unknown for each
+        self._rows = 0  # of the micro-batch; 0 if it is not known
+
+    def of(self, node: fx.Node, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs a step, in the trial if that is not over."""
+        if node.op == "call_module" or function_name(node) in CHECKS:
+            return run
+        self._nodes.append(node)
+        return partial(self._run, node, run)
+
+    def _run(self, node: fx.Node, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.over:
+            return run(*args, **kwargs)
+        if node is self._nodes[0]:
+            self.begun, self._rows, self._leaves = True, 0, {}
+        values = dict(_pairs((node.args, node.kwargs), (args, kwargs)))
+        chosen = self._chosen(node, values)
+        result = run(*args, **kwargs)
+        if self._rows:
+            self._leaves[node] = self._tried(node, run, values, chosen, result)
+        if node is self._nodes[-1]:
+            self.over = self._rows != 1  # of one row, little can be seen
+        return result
+
+    @property
+    def _order(self) -> list[int]:
+        """The chosen rows: all but the first, from the last on; more than there are of one or two.
+
+        As their number is another one, a shape tells which dim has them.
+        """
+        m = self._rows
+        return [*range(m - 1, 0, -1)] if m > 2 else [m - 1] * 2 + [0] * (m - 1)
+
+    def _chosen(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """The values with the chosen rows, and copies of what the step edits."""
+        self._rows = self._rows or next(
+            filter(None, map(self._rows_of, values, values.values())), 0
+        )
+        if not self._rows:
+            return {}
+        target = edited(self._graph, node)
+        chosen = {}
+        for x, value in values.items():
+            flat = tree_flatten(value)
+            self._leaves.setdefault(
+                x, [self._arriving(x, value, k, leaf) for k, leaf in enumerate(flat.leaves)]
+            )
+            pairs = zip(flat.leaves, self._leaves[x], strict=True)
+            leaves = [self._with_chosen_rows(leaf, place, x is target) for leaf, place in pairs]
+            chosen[x] = tree_unflatten(FlatTree(leaves, flat.spec))
+        return chosen
+
+    def _with_chosen_rows(self, leaf: Any, place: Any, edited: bool) -> Any:
+        if place is _Unknown:
+            return _Unknown
+        if isinstance(place, _Other):
+            return place.value
+        if _has_rows(place):
+            return few_of(leaf, place, self._rows, self._order)
+        return leaf.clone() if edited and isinstance(leaf, Tensor) else leaf
+
+    def _rows_of(self, node: fx.Node, value: Any) -> int:
+        dim = self._dims.get(node)
+        if dim is None or node in self._dims.folded or not isinstance(value, Tensor):
+            return 0
+        return value.size(dim) if value.dim() > dim else 0
+
+    def _arriving(self, node: fx.Node, value: Any, k: int, leaf: Any) -> Any:
+        """The place of the rows in a leaf of a value of another stage, or of a layer."""
+        if not isinstance(leaf, Tensor):
+            if node in self._dims.counts and leaf == self._rows:
+                return _Other(len(self._order))
+            numbers = [x for x in (leaf if isinstance(leaf, tuple) else (leaf,)) if type(x) is int]
+            return _Unknown if any(x and x % self._rows == 0 for x in numbers) else _WHOLE
+        if node not in self._dims:
+            return _WHOLE
+        place = 1, self._dims[node], False
+        if node.op == "call_module":
+            if k or isinstance(value, dict):
+                return _Unknown
+            given = (x for source in node.all_input_nodes for x in self._leaves.get(source, ()))
+            place = next(filter(_has_rows, given), place)
+        elif node in self._dims.folded:
+            return _Unknown
+        entries, dim, inner = place
+        if dim is None or leaf.dim() <= dim or leaf.size(dim) != entries * self._rows:
+            return _Unknown
+        return entries, dim % leaf.dim(), inner
+
+    def _tried(
+        self,
+        node: fx.Node,
+        run: Callable[..., Any],
+        values: Mapping[fx.Node, Any],
+        chosen: Mapping[fx.Node, Any],
+        result: Any,
+    ) -> Sequence[Any]:
+        """Return the places of the rows in the leaves of a result, found by another run."""
+        flat, line = tree_flatten(result), node.meta["line"]
+        places = {x: self._leaves[x] for x in values}
+        every = [place for each in places.values() for place in each]
+        base = first_input(node)
+        picks = node.target is operator.getitem and not isinstance(base and values[base], Tensor)
+        if _Unknown in every and not picks:
+            return [_Unknown] * len(flat.leaves)
+        if not any(isinstance(place, _Other) or _has_rows(place) for place in every):
+            return [_WHOLE] * len(flat.leaves)
+        reduced = [x for x, each in places.items() if any(map(_is_reduced, each))]
+        if reduced and any(map(_has_rows, every)):
+            raise over_all_rows(reduced[0], node)
+        args, kwargs = filled((node.args, node.kwargs), chosen.__getitem__)
+        devices = {leaf.device for leaf in flat.leaves if isinstance(leaf, Tensor)}
+        state = RandomState.capture(devices)
+        try:
+            with torch.no_grad():
+                part = tree_flatten(run(*args, **kwargs))
+        except Exception as error:
+            raise across_rows(line, f"raises {type(error).__name__} with other rows") from error
+        drawn = bool(state.differences())
+        state.restore()
+        if reduced:
+            return list(map(_Other, part.leaves))
+        found = [self._place(*pair, drawn) for pair in zip(flat.leaves, part.leaves, strict=False)]
+        if not any(map(_has_rows, every)):  # made of numbers of rows, maybe to index rows
+            found = [_Other(y) if x is None else x for x, y in zip(found, part.leaves, strict=True)]
+        if None in found or part.spec != flat.spec:
+            raise across_rows(line, "gives the same rows other results beside others")
+        if any(map(_is_moved, found)) and _is_returned(node, self._graph):
+            raise across_rows(line, "returns rows that are not in dim 0, one after another")
+        return found
+
+    def _place(self, leaf: Any, part: Any, drawn: bool) -> Any:
+        """The place of the rows in a leaf, of which the chosen rows must be ``part``, or None."""
+        if part is _Unknown:
+            return _Unknown
+        if not (isinstance(leaf, Tensor) and isinstance(part, Tensor)):
+            return _WHOLE if same(leaf, part) else _Other(part)
+        if leaf.shape == part.shape:
+            if drawn or same(leaf, part, close=True):
+                return _WHOLE
+            return None if leaf.dim() else _Other(part)
+        others = [k for k, (x, y) in enumerate(zip(leaf.shape, part.shape, strict=False)) if x != y]
+        entries = leaf.size(others[0]) // self._rows if others else 0
+        if len(others) != 1 or part.size(others[0]) != entries * len(self._order):
+            return None
+        if drawn:
+            return (1, others[0], False) if entries == 1 else _Unknown
+        for inner in (False, True):
+            cut = entries, others[0], inner
+            if same(few_of(leaf, cut, self._rows, self._order), part, close=True):
+                return cut
+        return None
+
+
+def _has_rows(place: Any) -> bool:
+    return place is not _Unknown and not isinstance(place, _Other) and place[0] > 0
+
+
+def _is_reduced(place: Any) -> bool:
+    return isinstance(place, _Other) and isinstance(place.value, Tensor) and not place.value.dim()
+
+
+def _is_moved(place: Any) -> bool:
+    return _has_rows(place) and (place[1] > 0 or (place[2] and place[0] > 1))
+
+
+def _is_returned(node: fx.Node, graph: CallGraph) -> bool:
+    """Return whether a value is an output, or layers alone make one of it."""
+    layers = (user for user in node.users if user.op == "call_module")
+    return node in graph.outputs or any(_is_returned(user, graph) for user in layers)
+
+
+def _pairs(tree: Any, values: Any) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield the nodes in the arguments of a step, with their values."""
+    if isinstance(tree, fx.Node):
+        yield tree, values
+    elif isinstance(tree, slice):
+        for name in ("start", "stop", "step"):
+            yield from _pairs(getattr(tree, name), getattr(values, name))
+    elif isinstance(tree, Mapping):
+        for key in tree:
+            yield from _pairs(tree[key], values[key])
+    elif isinstance(tree, list | tuple):
+        for child, value in zip(tree, values, strict=True):
+            yield from _pairs(child, value)
