@@ -28,7 +28,7 @@ from lightning_gpipe.core.layout.module_attributes import (
     with_tensors,
     within,
 )
-from lightning_gpipe.core.layout.module_kinds import PLAIN, kind_of, kind_of_tensor
+from lightning_gpipe.core.layout.module_kinds import PLAIN, kind_of, kind_of_tensor, structure_of
 from lightning_gpipe.core.layout.nested import (
     balance_of_layers,
     groups_of,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # tensors, modules and hooks
@@ -28,6 +29,29 @@ def kind_of(module: nn.Module, numbered: bool = True) -> Hashable:
         (name, type(child), *_settings(child, numbered), *_tensors(child))
         for name, child in module.named_modules(remove_duplicate=False)
     )
+
+
+def structure_of(module: nn.Module) -> Hashable:
+    """Return a key equal for modules that return values of the same structure and shapes.
+
+    It takes less to be so than to be alike: the classes, numbers and flags, and shapes.
+    """
+    return tuple(
+        (type(child), *_sizes(child), *(x.shape for x in _slots(child) if not is_lazy(x)))
+        for child in module.modules()
+    )
+
+
+def _sizes(module: nn.Module) -> Iterator[Hashable]:
+    for name, value in vars(module).items():
+        items = value if isinstance(value, tuple) else (value,)
+        if all(isinstance(x, PLAIN) for x in items) and name not in _NUMBERS | {"training"}:
+            yield name, value
+
+
+def _slots(module: nn.Module) -> Iterator[Tensor]:
+    slots = (*module._parameters.values(), *module._buffers.values())
+    return (x for x in slots if x is not None)
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_gpipe.core.faithful import Manager, not_compiled, setting
-from lightning_gpipe.core.frontends.module_list.tape.tape import is_plain
+from lightning_gpipe.core.layout import structure_of
 
 # Whether blocks run when they are called: in stages, where the caller's context variables hold.
 RUNNING = ContextVar("RUNNING", default=False)
@@ -43,7 +42,7 @@ class Block:
         self, module: nn.Module, k: int, name: str, stage: int, device: torch.device | None
     ) -> None:
         self.module, self.k, self.name, self.stage = module, k, name, stage
-        self._layers = tuple(_kind_of(layer, k) for layer in module.modules())
+        self._structure = structure_of(module)
         self.parameters = _positional(module)
         self.device = device
         # torch.compile in place: `module.compile()` is called before `_call_impl` is looked up.
@@ -56,7 +55,7 @@ class Block:
         """A key of blocks that return values of the same structure and shapes."""
         attributes = self.module.__dict__.copy().items()  # a worker may set one meanwhile
         flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]
-        return type(self.module), self._layers, *flags
+        return type(self.module), self._structure, *flags
 
     def install(self, receive: Receiver) -> None:
         self._receive = receive
@@ -88,18 +87,6 @@ class Block:
 def is_installed(module: nn.Module) -> bool:
     """Return whether a module is a block whose calls are recorded."""
     return isinstance(module.__dict__.get("_call_impl"), Block)
-
-
-def _kind_of(layer: nn.Module, k: int) -> tuple[Any, ...]:
-    """A key of layers of the same sizes, of which one may know that it is in block ``k``."""
-    settings = (
-        (name, "k" if value == k and type(value) is int else value)
-        for name, value in vars(layer).items()
-        if name != "training" and all(map(is_plain, value if type(value) is tuple else [value]))
-    )
-    tensors = (*layer._parameters.values(), *layer._buffers.values())
-    shapes = (x.shape for x in tensors if x is not None and not is_lazy(x))
-    return type(layer), *settings, *shapes
 
 
 def _positional(module: nn.Module) -> tuple[str, ...]:

@@ -30,25 +30,18 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class LoweredProgram:
-    """The program of a kind of call, and its result with an :class:`Output` for each value.
-
-    ``tried`` is the same program with the ``trials`` of its stages.
-    """
+    """The program of a kind of call, and its result with an :class:`Output` for each value."""
 
     program: Program
-    tried: Program
-    trials: Sequence[RowTrial]
     returned: Any
 
     def moved(self, first: int, n: int) -> LoweredProgram:
-        return replace(self, program=self.program.moved(first, n), tried=self.tried.moved(first, n))
+        return replace(self, program=self.program.moved(first, n))
 
     def __call__(self, run: Callable[..., list[Any]], arguments: Sequence[Any]) -> Any:
         values = dict(enumerate(arguments))
-        here = [trial.over for trial in self.trials if trial.begun]  # not in another process
-        program = self.program if here and all(here) else self.tried
-        if program.outputs:
-            values |= zip(program.outputs, run(program, list(arguments)), strict=True)
+        if self.program.outputs:
+            values |= zip(self.program.outputs, run(self.program, list(arguments)), strict=True)
         return map_instances(Output, lambda output: values[output.number], self.returned)
 
 
@@ -61,12 +54,8 @@ def lower(graph: CallGraph, modules: StageModules) -> LoweredProgram:
     outputs = {node: Output(lowering.output(node).number) for node in graph.outputs}
     inputs = range(len(graph.inputs))
     computed = {x.number: None for x in outputs.values() if x.number not in inputs}
-    program, tried = (
-        Program(steps, inputs=inputs, outputs=list(computed), n=modules.own.n)
-        for steps in (lowering.steps, lowering.tried_steps)
-    )
-    returned = map_instances(fx.Node, outputs.__getitem__, graph.returned)
-    return LoweredProgram(program, tried, lowering.trials, returned)
+    program = Program(lowering.steps, inputs=inputs, outputs=list(computed), n=modules.own.n)
+    return LoweredProgram(program, map_instances(fx.Node, outputs.__getitem__, graph.returned))
 
 
 class _Lowering:
@@ -81,13 +70,7 @@ class _Lowering:
         self._values = {node: Value(k) for k, node in enumerate(graph.inputs)}
         self._reads: dict[tuple[str, int], Value] = {}
         self._numbers = count(len(graph.inputs))
-        self.trials = [RowTrial(graph, self._dims) for _ in range(modules.own.n)]
-        self._tried: dict[int, Callable[..., Any]] = {}
-
-    @property
-    def tried_steps(self) -> list[Step]:
-        """The steps, as parts of the trials."""
-        return [replace(step, run=self._tried.get(step.value, step.run)) for step in self.steps]
+        self._trials = [RowTrial(graph, self._dims) for _ in range(modules.own.n)]
 
     def add(self, node: fx.Node) -> None:
         j = self._stages[node]
@@ -98,7 +81,7 @@ class _Lowering:
             run = partial(run_under, node.meta["modes"], self._graph.modes, run)
         number = next(self._numbers)
         self._values[node] = Value(number)
-        self._tried[number] = self.trials[j].of(node, run)
+        run = self._trials[j].of(node, run)
         self.steps.append(Step(run, args, number, j, kwargs, _name(node), node.meta["line"]))
 
     def output(self, node: fx.Node) -> Value:

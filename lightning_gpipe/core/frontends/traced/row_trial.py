@@ -2,9 +2,9 @@
 
 Rules do not tell of all steps, since a graph has no shapes: ``x / x.shape[-3]``, differences of all
 pairs of rows, ``x.repeat(2, 1)``. So when a stage first runs a micro-batch, each step that is no
-layer runs again on some of its rows in another order, with the numbers of rows that it then has. It
-must return these rows of its result, along one dim, or the same result. Nothing is told of a value
-from another stage unless it has one entry for each row.
+layer runs again on its rows in another order, one of them twice, with the numbers of rows that it
+then has. It must return these rows of its result, along one dim, or the same result. Nothing is
+told of a value from another stage unless it has one entry for each row.
 """
 
 from __future__ import annotations
@@ -40,15 +40,10 @@ class _Other(NamedTuple):
 
 
 class RowTrial:
-    """The trial of one stage.
-
-    Attributes:
-        begun: Whether it has run a step.
-        over: Whether it has ended, with several rows.
-    """
+    """The trial of the steps of one stage, which is over once it has run with several rows."""
 
     def __init__(self, graph: CallGraph, dims: RowDims) -> None:
-        self.begun = self.over = False
+        self._is_over = False
         self._graph, self._dims = graph, dims
         self._nodes: list[fx.Node] = []
         self._leaves: dict[fx.Node, Sequence[Any]] = {}  # a Cut, an _Other or _Unknown for each
@@ -62,27 +57,24 @@ class RowTrial:
         return partial(self._run, node, run)
 
     def _run(self, node: fx.Node, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self.over:
+        if self._is_over:
             return run(*args, **kwargs)
         if node is self._nodes[0]:
-            self.begun, self._rows, self._leaves = True, 0, {}
+            self._rows, self._leaves = 0, {}
         values = dict(_pairs((node.args, node.kwargs), (args, kwargs)))
         chosen = self._chosen(node, values)
         result = run(*args, **kwargs)
         if self._rows:
             self._leaves[node] = self._tried(node, run, values, chosen, result)
         if node is self._nodes[-1]:
-            self.over = self._rows != 1  # of one row, little can be seen
+            self._is_over = self._rows != 1  # of one row, little can be seen
+            self._leaves = {}
         return result
 
     @property
     def _order(self) -> list[int]:
-        """The chosen rows: all but the first, from the last on; more than there are of one or two.
-
-        As their number is another one, a shape tells which dim has them.
-        """
-        m = self._rows
-        return [*range(m - 1, 0, -1)] if m > 2 else [m - 1] * 2 + [0] * (m - 1)
+        """The chosen rows, in other places; one more, so that a shape tells which dim has them."""
+        return [*range(1, self._rows), 0, 0]
 
     def _chosen(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
         """The values with the chosen rows, and copies of what the step edits."""
@@ -100,7 +92,9 @@ class RowTrial:
             )
             pairs = zip(flat.leaves, self._leaves[x], strict=True)
             leaves = [self._with_chosen_rows(leaf, place, x is target) for leaf, place in pairs]
-            chosen[x] = tree_unflatten(FlatTree(leaves, flat.spec))
+            tree = tree_unflatten(FlatTree(leaves, flat.spec))
+            sizes = isinstance(value, torch.Size) and _Unknown not in leaves
+            chosen[x] = torch.Size(tree) if sizes else tree
         return chosen
 
     def _with_chosen_rows(self, leaf: Any, place: Any, edited: bool) -> Any:

@@ -469,6 +469,7 @@ ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
         x * F.cosine_similarity(x[:, None], x[None], dim=-1).sum(1, keepdim=True)
     ),
     "smallest but one": lambda x: x - x.kthvalue(2, 0).values,
+    "number of rows twice": lambda x: x * (x.shape[-2] * 2),
     "dot product": lambda x: x / x.flatten().dot(x.flatten()),
     "norm of a matrix": lambda x: x / torch.linalg.matrix_norm(x),
     "sums of classes": lambda x: (
@@ -519,6 +520,9 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "views": lambda x: x + x.exp().view_as(x) + x.view(x.size(0), -1).reshape(-1, WIDTH),
     "rows inside of their entries": lambda x: (
         x + (x[None].expand(2, -1, WIDTH).reshape(-1, WIDTH) * 2).view(2, -1, WIDTH).sum(0)
+    ),
+    "sizes of rows": lambda x: (
+        x.view(x.size(0), x.shape[1:].numel()) * x[:, None].shape[1:].numel()
     ),
     "entries of rows": lambda x: x.repeat_interleave(2, 0).cos().unflatten(0, (-1, 2)).sum(1),
     "pads": lambda x: F.pad(x, [1, 1])[:, 1:-1] + F.alpha_dropout(x, 0.5, training=False),

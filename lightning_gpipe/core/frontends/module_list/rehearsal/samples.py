@@ -31,7 +31,11 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     leaves_in,
     map_leaves,
 )
-from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall, TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.calls import (
+    RecordedCall,
+    TensorLeaf,
+    with_returned_arguments,
+)
 from lightning_gpipe.core.frontends.module_list.tape.tape import Tape, is_plain
 from lightning_gpipe.core.layout import is_user_object, tensors_within
 from lightning_gpipe.core.programs import Step, Value
@@ -181,16 +185,21 @@ class Samples:
         return self._values_of_kinds[kind]
 
     def _run(self, step: Step, call: RecordedCall) -> Any:
+        objects: list[tuple[Path, Any]] = []
+
         def sample(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Value):
                 return self[leaf.number].to(call.device, copy=True)
-            return deep_copy(leaf) if is_user_object(leaf) else leaf
+            if not is_user_object(leaf):
+                return leaf
+            objects.append((path, deep_copy(leaf)))
+            return objects[-1][1]
 
         args, kwargs = map_leaves(sample, (step.args, dict(step.kwargs)))
 
         def run() -> Any:
             with without_effects(call.modules, call.device):
-                result = step.run(*args, **kwargs)
+                result = with_returned_arguments(step.run(*args, **kwargs), objects)
                 return result if step.then is None else step.then(result)
 
         return self.rehearse(call.stage, run)
