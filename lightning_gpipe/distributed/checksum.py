@@ -13,17 +13,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.data import bits_of
+
 _PIECE = 2**17  # elements, whose weighted values are in memory at once
 _FACTOR = 0x5851F42D4C957F2D  # of the sum so far: odd, so that pieces have different weights
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return a 0-dim integer on the device of a dense tensor, almost surely its bytes' own."""
-    values = tensor.detach().resolve_conj().resolve_neg()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    words = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
+    words = bits_of(tensor).contiguous().view(-1)
     weights = _weights(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_PIECE):

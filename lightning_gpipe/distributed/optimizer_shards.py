@@ -9,7 +9,7 @@ Toward Training Trillion Parameter Models", 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
@@ -115,8 +115,8 @@ class OptimizerShards:
                     for x, number in zip(parameters, stepped, strict=True)
                     if number and shares.owner_of(x) == replica
                 ]
-                for values in _by_kind(share):
-                    _broadcast_coalesced(group, values, _BUCKET, replica)
+                if share:
+                    _broadcast_coalesced(group, share, _BUCKET, replica)
 
     def _elsewhere(self, optimizer: Optimizer) -> Iterator[Tensor]:
         return (x for x in self._divided(optimizer) if not self._shares.is_own(x))
@@ -125,10 +125,3 @@ class OptimizerShards:
         parameters = [x for one in optimizer.param_groups for x in one["params"] if not x.is_meta]
         self._shares.add(parameters)
         return [x for x in parameters if not self._shares.keeps(x)]
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return kinds.values()

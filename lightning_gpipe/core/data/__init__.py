@@ -48,6 +48,7 @@ from lightning_gpipe.core.data.pytree import (
 )
 from lightning_gpipe.core.data.tensor_search import requires_grad
 from lightning_gpipe.core.data.tensors import (
+    bits_of,
     bytes_of,
     checksums,
     copy_values,

@@ -69,10 +69,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     numbers = one.dtype == other.dtype and (one.is_floating_point() or one.is_complex())
-    return numbers and torch.equal(_bits_of(one), _bits_of(other))
+    return numbers and torch.equal(bits_of(one), bits_of(other))
 
 
-def _bits_of(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor as integers of their bits."""
     # In one shape: a DTensor that is divided unevenly can have no other.
     plain = tensor.detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(plain) if plain.is_complex() else plain

@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_gpipe.core.faithful import has_memory, parts_of
 from lightning_gpipe.core.frontends.stored import (
     Source,
+    StoredTensor,
     attributes_of,
     await_value,
     check_unread_weights,
     is_in_another_process,
-    stored_value,
+    place_of_value,
 )
 from lightning_gpipe.core.layout import HOST, META, Layout, check_even
 
@@ -251,7 +252,8 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     own = [tensor for tensor in tensors if tensor is not None and not is_in_another_process(tensor)]
     if not any(tensor.is_meta for tensor in own):
         return
-    in_files = [(t, stored) for t in own if t.is_meta and (stored := stored_value(t)) is not None]
+    places = [(tensor, place_of_value(tensor)) for tensor in own if tensor.is_meta]
+    in_files = [(tensor, x) for tensor, x in places if isinstance(x, StoredTensor)]
     missing = len(in_files) < sum(tensor.is_meta for tensor in own)
     initialise = initialiser(module) if missing else lambda: None
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False)

@@ -83,12 +83,6 @@ def place_of_value(tensor: Tensor) -> StoredTensor | Source | None:
     return tensor.__dict__.get(_ATTRIBUTE)
 
 
-def stored_value(tensor: Tensor) -> StoredTensor | None:
-    """Return the place in a file of the value of a tensor on the meta device, if it has one."""
-    value = place_of_value(tensor)
-    return value if isinstance(value, StoredTensor) else None
-
-
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes of a tensor without the place of its value."""
     return {name: value for name, value in vars(tensor).items() if name != _ATTRIBUTE}

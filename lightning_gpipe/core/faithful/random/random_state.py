@@ -61,9 +61,6 @@ class RandomState(NamedTuple):
         default = map(default_generator, (torch.device("cpu"), *devices))
         return cls.of([*dict.fromkeys(default), *LIBRARIES])
 
-    def only(self, k: int) -> RandomState:
-        return RandomState(self.generators[k : k + 1], self.states[k : k + 1])
-
     def restore(self) -> None:
         for generator, state in zip(self.generators, self.states, strict=True):
             generator.set_state(state)
@@ -81,12 +78,8 @@ class RandomState(NamedTuple):
 
     def differences(self) -> list[str]:
         """Return the names of the generators that were drawn from, or set, since."""
-        present = RandomState.of(self.generators).states
-        return [
-            generator.name if isinstance(generator, ForeignGenerator) else str(generator.device)
-            for generator, old, new in zip(self.generators, self.states, present, strict=True)
-            if not _same(old, new)
-        ]
+        changed = (self.generators[k] for k, _ in self.changes())
+        return [x.name if isinstance(x, ForeignGenerator) else str(x.device) for x in changed]
 
     def exchange(self) -> RandomState:
         """Set the generators to these states, and return those before."""

@@ -39,7 +39,7 @@ def _along(position: int, *, removes: bool = False, default: Any = None) -> Rule
     def rule(call: TracedCall, dim: int) -> int | None:
         dims = call.at(position, "dim", "dims", "axis", default=default)
         dims = dims if isinstance(dims, list | tuple) else [dims]
-        if not call.differs(*dims):
+        if call.dim in dims:
             raise across_rows(call.line, f"computes {call.name} along dim {dim}")
         if not removes or call.at(position + 1, "keepdim", default=False) or dim in (0, -1):
             return dim
@@ -113,7 +113,7 @@ def _squeeze(call: TracedCall, dim: int) -> int | None:
     at = call.at(1, "dim")
     if not isinstance(at, int):
         return None
-    if not call.differs(at):
+    if call.dim == at:
         raise across_rows(call.line, "drops the dim of the rows where there is one")
     if (at < 0) != (dim < 0):
         return dim if dim in (0, -1) else None

@@ -45,10 +45,6 @@ class TracedCall:
                 return self.kwargs[name]
         return self.args[position] if position < len(self.args) else default
 
-    def differs(self, *dims: Any) -> bool:
-        """Return whether the rows are in none of these dims, if these count from the same end."""
-        return self.dim not in dims
-
     def sizes(self, name: str) -> Sequence[Any]:
         rest = self.args[1:] or [self.kwargs.get(name, ())]
         return rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple) else rest

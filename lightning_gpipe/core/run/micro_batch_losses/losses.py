@@ -26,8 +26,7 @@ from torch import Tensor
 from lightning_gpipe.core.data import Term, shard_of
 from lightning_gpipe.core.faithful import Streams
 from lightning_gpipe.core.run.autograd_node import BackwardOnce, connect
-
-Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
+from lightning_gpipe.core.run.shared_parameters import Pair
 
 LOSS_WEIGHT = "loss_weight"  # in a dict that the caller's code returns, beside "loss"
 

@@ -23,8 +23,7 @@ from lightning_gpipe.core.run.backward.roots import (
     root_of,
     run_backward,
 )
-
-Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
+from lightning_gpipe.core.run.shared_parameters import Pair
 
 
 class OutsideGradients:
