@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, count, product
+from itertools import combinations, count
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,13 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import tree_flatten
 from lightning_gpipe.core.faithful import RandomState, add_note
-from lightning_gpipe.core.frontends.cuts import Cut, few_of, same, scaled
+from lightning_gpipe.core.frontends.cuts import Cut, few_of
+from lightning_gpipe.core.frontends.module_list.rehearsal.probes import (
+    PROBED,
+    Probe,
+    located,
+    with_different_rows,
+)
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import (
     Samples,
     deep_copy,
@@ -38,7 +44,6 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import (
     Knowledge,
     RecordedCall,
     Result,
-    TensorLeaf,
     equal,
     with_returned_arguments,
 )
@@ -46,15 +51,6 @@ from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placehol
 from lightning_gpipe.core.layout import is_user_object
 
 _MOST_FLIPPED = 2  # arguments that get their other reading at a time, before all of them do
-
-# The rows on which an operator is tried, to see whether others beside them make a difference. None
-# of them is in all pairs, and none of these is in the order of all; what is the same for two and
-# for three rows may not be for five. What draws random numbers draws the same for each place, so
-# that one row after the other is replaced by another one.
-_PROBED = 3
-_ALL = (0, 1, 2)
-_OTHERS = (1, 0), (2, 1), (0, 2), (1, 2, 0, 2, 1)
-_REPLACED = (1, 1, 2), (0, 2, 2), (0, 1, 0)
 
 Readings = Mapping[Path, Reading]
 
@@ -71,10 +67,6 @@ class Trial(NamedTuple):
     edited_tensors: frozenset[Path]  # from outside
     draws: bool  # random numbers
     mixes: bool = False  # its rows, though it is an operator
-
-    @property
-    def leaves(self) -> list[Any]:
-        return tree_flatten(self.result).leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,68 +109,37 @@ class Rehearsal:
         _, dim, inner = next(cuts, (None, 0, False))
         result = Result.of(trial.result, self.few, dim, inner)
         if not (self.few is None or self.call.modules):
-            leaves = self._located(readings, result, trial.draws)
-            result = replace(result, leaves=leaves or result.leaves)
+            leaves = self._located(readings, trial, result)
+            result = replace(result, leaves=tuple(leaves or result.leaves))
             trial = trial._replace(mixes=leaves is None)
         learned_readings = {path: readings[path] for path in unknown}
         rows = math.inf if self.call.modules else self.samples.rows
         return Knowledge(result, learned_readings, trial.filled_objects, rows), trial
 
-    def _located(self, readings: Readings, result: Result, draws: bool) -> tuple[Any, ...] | None:
+    def _located(self, readings: Readings, trial: Trial, result: Result) -> Sequence[Any] | None:
         """Return the leaves of a result with the dims of their rows; None if it mixes rows."""
-        probes = _REPLACED if draws else _OTHERS
-        try:
-            trials = [self._run(readings, _PROBED, probe) for probe in (_ALL, *probes)]
-            columns = list(zip(*(trial.leaves for trial in trials), strict=True))
-            pairs = zip(result.leaves, columns, strict=True)
-            leaves = tuple(_leaf_with_rows(leaf, values, probes) for leaf, values in pairs)
-        except Exception:
-            return None
-        pairs = zip(leaves, result.leaves, strict=True)
-        lost = any(leaf is None and before is not None for leaf, before in pairs)
-        if lost or not self._same_for_all_values(readings, leaves, columns):
-            return None
-        return leaves if self._same_for_all_rows(readings, leaves, columns) else None
 
-    def _same_for_all_values(
-        self, readings: Readings, leaves: Sequence[Any], columns: Sequence[Sequence[Any]]
-    ) -> bool:
-        """Return whether leaves without rows are the same for zeros and ones, too.
+        def run(probe: Probe, fill: int | None = None) -> list[Any]:
+            return tree_flatten(self._run(readings, PROBED, probe, fill).result).leaves
 
-        A few rows may have nothing above a threshold, or all; for micro-batches it would differ.
-        """
-        whole = [k for k, leaf in enumerate(leaves) if getattr(leaf, "reading", 1) == WHOLE]
-        ways = (0, 1) if whole else ()
-        found = (self._attempt(readings, _PROBED, _ALL, fill) for fill in ways)
-        filled = [None if trial is None else trial.leaves for trial in found]
-        return all(x and same(x[k], columns[k][0], close=True) for k in whole for x in filled)
+        return located(result.leaves, run, self._shapes, self.samples.rows, draws=trial.draws)
 
-    def _same_for_all_rows(
-        self, readings: Readings, leaves: Sequence[Any], columns: Sequence[Sequence[Any]]
-    ) -> bool:
-        """Return whether all rows give the shapes that few let expect, unlike with ``x[:4]``."""
+    def _shapes(self) -> list[Any]:
+        """The leaves of the result with all rows, without values."""
 
-        def without_values(path: Path, leaf: Any) -> Any:
+        def without_values(leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
-                sample, cut = self.samples[leaf.number], leaf.leaf.cut
-                shape = self.samples.scaled(sample.shape, cut)
-                return torch.empty(shape, dtype=leaf.leaf.dtype, device="meta")
-            return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
+                sample = self.samples[leaf.number]
+                shape = self.samples.scaled(sample.shape, leaf.leaf.cut)
+                return torch.empty(shape, dtype=sample.dtype, device="meta")
+            if isinstance(leaf, Tensor):
+                return leaf.detach().to("meta")
+            return deep_copy(leaf) if is_user_object(leaf) else leaf
 
-        args = [without_values(path, leaf) for path, leaf in self.arguments.leaves]
-        args, kwargs = self.arguments.with_leaves(args)
-        try:
-            with without_effects((), self.call.device):
-                found = tree_flatten(self.call.run(*args, **kwargs)).leaves
-        except Exception:  # it needs values
-            return True
-        if len(found) != len(leaves):
-            return False
-        return all(
-            x.shape == scaled(values[0].shape, leaf.cut, _PROBED, self.samples.rows)
-            for x, leaf, values in zip(found, leaves, columns, strict=True)
-            if isinstance(leaf, TensorLeaf)
-        )
+        leaves = (without_values(leaf) for _, leaf in self.arguments.leaves)
+        args, kwargs = self.arguments.with_leaves(leaves)
+        with without_effects((), self.call.device):
+            return tree_flatten(self.call.run(*args, **kwargs)).leaves
 
     def _sizes_beside_rows(self) -> frozenset[int]:
         leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
@@ -222,7 +183,7 @@ class Rehearsal:
             return first is None
         result = Result.of(first.result, None)
         by_rows, other_by_rows = (
-            self._located(way, result, first.draws) is not None for way in (readings, flipped)
+            self._located(way, first, result) is not None for way in (readings, flipped)
         )
         if by_rows == other_by_rows:
             raise self._doubt([path])
@@ -238,7 +199,7 @@ class Rehearsal:
         self,
         readings: Readings,
         few: int | None = None,
-        probe: Sequence[int] | None = None,
+        probe: Probe | None = None,
         fill: int | None = None,
     ) -> Trial:
         """Run the call on a few rows, or on the rows ``probe`` of ones that all differ.
@@ -252,7 +213,7 @@ class Rehearsal:
         def some(x: Tensor, cut: Cut, rows: int) -> Tensor:
             x = few_of(x, cut, rows, few)
             if probe is not None and few is not None and cut[0]:
-                x = few_of(_with_different_rows(x), cut, few, probe)
+                x = few_of(with_different_rows(x), cut, few, probe)
                 x = x if fill is None else torch.full_like(x, fill)
             return x.to(device, copy=True)
 
@@ -327,38 +288,6 @@ class Rehearsal:
     def _shapes_of(self, paths: Iterable[Path]) -> str:
         shapes = [(self.call.titles([path]), tuple(self._leaves[path].shape)) for path in paths]
         return ", ".join(f"{name} {shape}" for name, shape in shapes if shape)
-
-
-def _with_different_rows(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    noise = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
-    return tensor + (noise / 4).to(tensor)
-
-
-def _leaf_with_rows(leaf: Any, values: Sequence[Any], probes: Sequence[Sequence[int]]) -> Any:
-    """Return a leaf with the dim of its rows; None if probes show that rows depend on others."""
-    full, *others = values
-    if not isinstance(leaf, TensorLeaf):
-        return leaf
-    if all(same(full, x, close=True) for x in others):  # drawn values may depend on shapes only
-        return leaf if probes is _REPLACED else replace(leaf, reading=WHOLE)
-    for dim, inner in product(range(full.dim()), (False, True)):
-        cut = full.size(dim) // _PROBED, dim, inner
-        if full.size(dim) % _PROBED == 0 and all(
-            _has_rows(x, full, cut, probe) for x, probe in zip(others, probes, strict=True)
-        ):
-            return TensorLeaf(leaf.dtype, leaf.dims, *cut)
-    return None
-
-
-def _has_rows(result: Tensor, full: Tensor, cut: Cut, probe: Sequence[int]) -> bool:
-    """Return whether the rows of a probe have the results that they have among all rows."""
-    if len(probe) != _PROBED:
-        return same(few_of(full, cut, _PROBED, probe), result, close=True)
-    same_rows = [k for k, row in enumerate(probe) if k == row]
-    some, others = (few_of(x, cut, _PROBED, same_rows) for x in (full, result))
-    return same(some, others, close=True)
 
 
 def _flips(paths: Sequence[Path]) -> Iterator[list[tuple[Path, ...]]]:

@@ -1,6 +1,6 @@
 """A rehearsal tells which arguments have rows, and leaves no trace.
 
-Here are also the tests of ``cuts`` and ``samples``.
+Here are also the tests of ``cuts``, ``probes`` and ``samples``.
 """
 
 from __future__ import annotations
