@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
 from lightning_gpipe.core.faithful import RandomState
@@ -121,6 +121,8 @@ class RowTrial:
             return _Unknown if any(x and x % self._rows == 0 for x in numbers) else _WHOLE
         if node not in self._dims:
             return _WHOLE
+        if not _is_plain(leaf):
+            return _Unknown
         place = 1, self._dims[node], False
         if node.op == "call_module":
             if k or isinstance(value, dict):
@@ -182,6 +184,8 @@ class RowTrial:
             return _Unknown
         if not (isinstance(leaf, Tensor) and isinstance(part, Tensor)):
             return _WHOLE if same(leaf, part) else _Other(part)
+        if not _is_plain(leaf):
+            return _Unknown
         if leaf.shape == part.shape:
             if drawn or same(leaf, part, close=True):
                 return _WHOLE
@@ -197,6 +201,11 @@ class RowTrial:
             if same(few_of(leaf, cut, self._rows, self._order), part, close=True):
                 return cut
         return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and type(tensor) in (Tensor, nn.Parameter)
 
 
 def _has_rows(place: Any) -> bool:

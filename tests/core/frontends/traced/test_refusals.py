@@ -524,6 +524,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "sizes of rows": lambda x: (
         x.view(x.size(0), x.shape[1:].numel()) * x[:, None].shape[1:].numel()
     ),
+    "sparse": lambda x: x + (x.to_sparse() @ torch.ones(WIDTH, WIDTH).double()).to_dense(),
     "entries of rows": lambda x: x.repeat_interleave(2, 0).cos().unflatten(0, (-1, 2)).sum(1),
     "pads": lambda x: F.pad(x, [1, 1])[:, 1:-1] + F.alpha_dropout(x, 0.5, training=False),
 }
