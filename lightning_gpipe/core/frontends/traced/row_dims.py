@@ -67,16 +67,28 @@ class RowDims(dict[fx.Node, int | None]):
         rows, counts = _rows_in(graph)
         super().__init__({node: 0 for node in graph.inputs if node in rows})
         self.counts = counts
+        totals = ("numel", "nelement")
+        numbers = {x for x in counts if _is_count(x, rows) and x.target not in totals}
         self.folded: set[fx.Node] = set()
         for node in graph.nodes:
             if node not in rows:
                 continue
-            filled = _is_filled(node)
-            self[node] = (
-                _dim_of_size(node, counts) if filled else _dim_after(TracedCall(node, self))
-            )
-            if filled or function_name(node) in _FOLD or self.folded & set(node.all_input_nodes):
+            call, filled = TracedCall(node, self), _is_filled(node)
+            self[node] = _dim_of_size(node, counts) if filled else _dim_after(call)
+            one_each = call.name in ("view", "reshape") and _begins_with(call, numbers)
+            before = self.folded & set(node.all_input_nodes)
+            if not one_each and (filled or before or _may_fold(call)):
                 self.folded.add(node)
+
+
+def _begins_with(call: TracedCall, numbers: Container[Any]) -> bool:
+    return any(size in numbers for size in call.sizes("shape")[:1])
+
+
+def _may_fold(call: TracedCall) -> bool:
+    return call.name in _FOLD and not (
+        call.name == "flatten" and call.at(1, "start_dim", default=0)
+    )
 
 
 def _dim_after(call: TracedCall) -> int | None:

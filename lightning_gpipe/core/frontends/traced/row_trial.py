@@ -123,13 +123,13 @@ class RowTrial:
             return _WHOLE
         if not _is_plain(leaf):
             return _Unknown
-        place = 1, self._dims[node], False
+        place = None if node in self._dims.folded else (1, self._dims[node], False)
         if node.op == "call_module":
             if k or isinstance(value, dict):
                 return _Unknown
             given = (x for source in node.all_input_nodes for x in self._leaves.get(source, ()))
             place = next(filter(_has_rows, given), place)
-        elif node in self._dims.folded:
+        if place is None:
             return _Unknown
         entries, dim, inner = place
         if dim is None or leaf.dim() <= dim or leaf.size(dim) != entries * self._rows:
@@ -152,7 +152,7 @@ class RowTrial:
         picks = node.target is operator.getitem and not isinstance(base and values[base], Tensor)
         if _Unknown in every and not picks:
             return [_Unknown] * len(flat.leaves)
-        if not any(isinstance(place, _Other) or _has_rows(place) for place in every):
+        if all(place == _WHOLE for place in every):
             return [_WHOLE] * len(flat.leaves)
         reduced = [x for x, each in places.items() if any(map(_is_reduced, each))]
         if reduced and any(map(_has_rows, every)):

@@ -564,6 +564,31 @@ def test_computations_within_rows(tracing: Tracing, between: Callable[..., Any])
     assert_same_run(tracing(plain, 2), plain, rows())
 
 
+class Scaled(nn.Module):
+    """Has blocks that scale what they get by two other arguments, and view it by its own shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.double()
+
+    def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x * one
+            x = x * other + x.flip(-1)
+            rows, width = x.shape
+            x = layer(x).view(rows, 2, width // 2).flip(1).reshape(-1, width)
+        return x
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_shapes_of_what_another_stage_has_made(tracing: Tracing, stages: int) -> None:
+    """Of a value that may have several entries for each row, the sizes are not known either."""
+    plain = Scaled()
+
+    assert_same_run(tracing(plain, stages), plain, rows(), rows()[:, :1] + 2, rows() + 3)
+
+
 class SequenceFirst(nn.Module):
     """Moves the rows to dim 1 and takes the mean over the sequence, in dim 0."""
 
