@@ -39,15 +39,36 @@ class Moment(float):
     computed: float
     queued: float
 
+    @classmethod
+    def of(cls, seconds: float, computed: float, queued: float) -> Moment:
+        moment = cls(seconds)
+        moment.computed, moment.queued = computed, queued
+        return moment
+
+    # A worker divides the time of what one call of autograd has computed.
+
+    def __add__(self, other: float) -> float:
+        if not isinstance(other, Moment):
+            return float(self) + other
+        sums = self.computed + other.computed, self.queued + other.queued
+        return Moment.of(float(self) + float(other), *sums)
+
+    def __sub__(self, other: float) -> float:
+        return self + -1 * other
+
+    def __rmul__(self, factor: float) -> Moment:
+        return Moment.of(factor * float(self), factor * self.computed, factor * self.queued)
+
+    def __truediv__(self, number: float) -> Moment:
+        return 1 / number * self
+
 
 class ThreadClock(HostClock):
     """Stands in for the clock of a worker, and must be read on one thread only."""
 
     def now(self) -> Moment:
-        moment = Moment(time.perf_counter())
-        moment.computed = time.thread_time()
-        moment.queued = self._queued() if ACCOUNTED else 0.0
-        return moment
+        seconds, computed = time.perf_counter(), time.thread_time()
+        return Moment.of(seconds, computed, self._queued() if ACCOUNTED else 0.0)
 
     def _queued(self) -> float:
         size = _pread(self._file, self._text, len(self._text), 0)
