@@ -21,12 +21,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from keyword import iskeyword
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from lightning_gpipe.core.data import FlatTree, joined, tree_flatten
 from lightning_gpipe.core.programs.route import Value
+
+
+class Trial(Protocol):
+    """Calls a function, and checks it."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +48,7 @@ class Step:
         name: The name in the user's model, such as ``blocks.3``.
         line: The line of the user's code that made the call, such as ``model.py:7``, if known.
         then: Converts the result of ``run`` to the value; None if it is the value.
+        trial: Called in the place of ``run`` until it is over; None if there is none.
     """
 
     run: Callable[..., Any]
@@ -49,6 +59,12 @@ class Step:
     name: str = ""
     line: str = ""
     then: Callable[[Any], Any] | None = None
+    trial: Trial | None = None
+
+    @property
+    def now(self) -> Callable[..., Any]:
+        """The function to call: ``run``, or its trial."""
+        return self.run if self.trial is None or self.trial.is_over else self.trial
 
     @cached_property
     def title(self) -> str:
@@ -68,7 +84,8 @@ class Step:
         """Make the call by itself, with the values of these numbers."""
         args = [_filled(arg, values) for arg in self.args]
         kwargs = {key: _filled(arg, values) for key, arg in self.kwargs.items()}
-        result = self.run(*args, **kwargs)
+        function = self.run if self.trial is None else self.now
+        result = function(*args, **kwargs)
         return result if self.then is None else self.then(result)
 
     def __str__(self) -> str:
@@ -207,11 +224,11 @@ def _call(k: int, step: Step, names: dict[str, Any]) -> str:
         arguments += [f"{key}={_text(arg, names)}" for key, arg in step.kwargs.items()]
     else:
         arguments.append(f"**{_text(dict(step.kwargs), names)}")
-    run = f"r{k}"
-    if type(step.run) is Method and step.args and _is_name(step.run.name):
-        run = f"{arguments.pop(0)}.{step.run.name}"
+    run, function = f"r{k}", step.now
+    if type(function) is Method and step.args and _is_name(function.name):
+        run = f"{arguments.pop(0)}.{function.name}"
     else:
-        names[run] = step.run
+        names[run] = function
     call = f"{run}({', '.join(arguments)})"
     if step.then is None:
         return call

@@ -78,8 +78,12 @@ class RandomState(NamedTuple):
 
     def differences(self) -> list[str]:
         """Return the names of the generators that were drawn from, or set, since."""
-        changed = (self.generators[k] for k, _ in self.changes())
-        return [x.name if isinstance(x, ForeignGenerator) else str(x.device) for x in changed]
+        present = RandomState.of(self.generators).states
+        return [
+            generator.name if isinstance(generator, ForeignGenerator) else str(generator.device)
+            for generator, old, new in zip(self.generators, self.states, present, strict=True)
+            if not _same(old, new)
+        ]
 
     def exchange(self) -> RandomState:
         """Set the generators to these states, and return those before."""

@@ -81,8 +81,8 @@ class _Lowering:
             run = partial(run_under, node.meta["modes"], self._graph.modes, run)
         number = next(self._numbers)
         self._values[node] = Value(number)
-        run = self._trials[j].of(node, run)
-        self.steps.append(Step(run, args, number, j, kwargs, _name(node), node.meta["line"]))
+        name, line, trial = _name(node), node.meta["line"], self._trials[j].of(node, run)
+        self.steps.append(Step(run, args, number, j, kwargs, name, line, trial=trial))
 
     def output(self, node: fx.Node) -> Value:
         j = self._stages.get(node, self._modules.own.n - 1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,21 +42,22 @@ class RowTrial:
     """The trial of the steps of one stage, which is over once it has run with several rows."""
 
     def __init__(self, graph: CallGraph, dims: RowDims) -> None:
-        self._is_over = False
+        self.is_over = False
         self._graph, self._dims = graph, dims
         self._nodes: list[fx.Node] = []
         self._leaves: dict[fx.Node, Sequence[Any]] = {}  # a Cut, an _Other or _Unknown for each
         self._rows = 0  # of the micro-batch; 0 if it is not known
 
-    def of(self, node: fx.Node, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a step, in the trial if that is not over."""
+    def of(self, node: fx.Node, run: Callable[..., Any]) -> TriedStep | None:
+        """Return the step of a node as a part of the trial; None for one that is not tried."""
         if node.op == "call_module" or function_name(node) in CHECKS:
-            return run
+            return None
         self._nodes.append(node)
-        return partial(self._run, node, run)
+        return TriedStep(self, node, run)
 
-    def _run(self, node: fx.Node, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._is_over:
+    def run(self, node: fx.Node, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a step on its arguments, and on the chosen rows of these."""
+        if self.is_over:
             return run(*args, **kwargs)
         if node is self._nodes[0]:
             self._rows, self._leaves = 0, {}
@@ -67,7 +67,7 @@ class RowTrial:
         if self._rows:
             self._leaves[node] = self._tried(node, run, values, chosen, result)
         if node is self._nodes[-1]:
-            self._is_over = self._rows != 1  # of one row, little can be seen
+            self.is_over = self._rows != 1  # of one row, little can be seen
             self._leaves = {}
         return result
 
@@ -201,6 +201,21 @@ class RowTrial:
             if same(few_of(leaf, cut, self._rows, self._order), part, close=True):
                 return cut
         return None
+
+
+class TriedStep(NamedTuple):
+    """A step in the trial of its stage."""
+
+    trial: RowTrial
+    node: fx.Node
+    run: Callable[..., Any]
+
+    @property
+    def is_over(self) -> bool:
+        return self.trial.is_over
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trial.run(self.node, self.run, args, kwargs)
 
 
 def _is_plain(tensor: Tensor) -> bool:
