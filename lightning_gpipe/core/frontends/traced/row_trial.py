@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
-from lightning_gpipe.core.faithful import RandomState
 from lightning_gpipe.core.frontends.cuts import Cut, few_of, same
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
 from lightning_gpipe.core.frontends.traced.inplace_edits import edited
@@ -158,18 +158,16 @@ class RowTrial:
         if reduced and any(map(_has_rows, every)):
             raise over_all_rows(reduced[0], node)
         args, kwargs = filled((node.args, node.kwargs), chosen.__getitem__)
-        devices = {leaf.device for leaf in flat.leaves if isinstance(leaf, Tensor)}
-        state = RandomState.capture(devices)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _WithoutDraws():
                 part = tree_flatten(run(*args, **kwargs))
+        except _Draws:
+            return [self._place_of_like(leaf, values) for leaf in flat.leaves]
         except Exception as error:
             raise across_rows(line, f"raises {type(error).__name__} with other rows") from error
-        drawn = bool(state.differences())
-        state.restore()
         if reduced:
             return list(map(_Other, part.leaves))
-        found = [self._place(*pair, drawn) for pair in zip(flat.leaves, part.leaves, strict=False)]
+        found = [self._place(*pair) for pair in zip(flat.leaves, part.leaves, strict=False)]
         if not any(map(_has_rows, every)):  # made of numbers of rows, maybe to index rows
             found = [_Other(y) if x is None else x for x, y in zip(found, part.leaves, strict=True)]
         if None in found or part.spec != flat.spec:
@@ -178,7 +176,15 @@ class RowTrial:
             raise across_rows(line, "returns rows that are not in dim 0, one after another")
         return found
 
-    def _place(self, leaf: Any, part: Any, drawn: bool) -> Any:
+    def _place_of_like(self, leaf: Any, values: Mapping[fx.Node, Any]) -> Any:
+        """The place of the rows in an argument of the shape of a leaf."""
+        for x, value in values.items():
+            for one, place in zip(tree_flatten(value).leaves, self._leaves[x], strict=True):
+                if isinstance(leaf, Tensor) and _has_rows(place) and one.shape == leaf.shape:
+                    return place
+        return _Unknown
+
+    def _place(self, leaf: Any, part: Any) -> Any:
         """The place of the rows in a leaf, of which the chosen rows must be ``part``, or None."""
         if part is _Unknown:
             return _Unknown
@@ -187,20 +193,29 @@ class RowTrial:
         if not _is_plain(leaf):
             return _Unknown
         if leaf.shape == part.shape:
-            if drawn or same(leaf, part, close=True):
+            if same(leaf, part, close=True):
                 return _WHOLE
             return None if leaf.dim() else _Other(part)
         others = [k for k, (x, y) in enumerate(zip(leaf.shape, part.shape, strict=False)) if x != y]
         entries = leaf.size(others[0]) // self._rows if others else 0
         if len(others) != 1 or part.size(others[0]) != entries * len(self._order):
             return None
-        if drawn:
-            return (1, others[0], False) if entries == 1 else _Unknown
         for inner in (False, True):
             cut = entries, others[0], inner
             if same(few_of(leaf, cut, self._rows, self._order), part, close=True):
                 return cut
         return None
+
+
+class _Draws(Exception):
+    """Raised by an operator that is about to draw random numbers: other ones each time."""
+
+
+class _WithoutDraws(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Draws
+        return func(*args, **(kwargs or {}))
 
 
 class TriedStep(NamedTuple):

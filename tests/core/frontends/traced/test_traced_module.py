@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_gpipe.core.frontends.traced import TracedForward
-from tests.support.models import assert_same
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.schedules import ActivationCheckpointing
+from tests.support.models import assert_same, gradients
 from tests.support.pipes import every_mode, with_and_without_threads
 from tests.support.traced import Tracing, assert_same_run, images, in_microbatches
 from tests.support.traced import tracing as tracing  # a fixture
@@ -149,3 +152,47 @@ def test_plain_calls_within_a_block(tracing: Tracing) -> None:
         assert model(images()).shape == (7, 2)
     assert model(images()).shape == (2,)
     traced.remove()
+
+
+class Dropping(nn.Module):
+    """Draws random numbers by functions between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(F.dropout(self.first(x), 0.5) * 1.5, 0.3)
+        return self.second(x + torch.rand_like(x[:, :1])) + F.alpha_dropout(x, 0.5)
+
+
+@every_mode
+@with_and_without_threads
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_values_drawn_between_layers(
+    mode: ActivationCheckpointing, threads: bool, chunks: int
+) -> None:
+    """They are the same in recomputation, also where a step is tried; nothing is said of them."""
+    x = torch.linspace(-1, 1, 7 * 8, dtype=torch.float64).view(7, 8).sin()
+
+    def steps(mode: ActivationCheckpointing) -> list[Any]:
+        torch.manual_seed(0)
+        model = GPipe(
+            Dropping(),
+            [1, 1],
+            devices=["cpu"] * 2,
+            chunks=chunks,
+            activation_checkpointing=mode,
+            threads=threads,
+        )
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            output = model(x)
+            output.square().sum().backward()
+            found += [output.detach(), gradients(model), torch.rand(2)]
+        model.close()
+        return found
+
+    assert_same(steps(mode), steps("never"))
