@@ -169,6 +169,7 @@ class Dropping(nn.Module):
 
 @every_mode
 @with_and_without_threads
+@pytest.mark.usefixtures("one_intra_op_thread")
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_values_drawn_between_layers(
     mode: ActivationCheckpointing, threads: bool, chunks: int
