@@ -32,6 +32,8 @@ from lightning_gpipe.core.faithful.parameter_leaves import (
 from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
 from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
 from lightning_gpipe.core.faithful.random.private_generators import (
+    AboutToDraw,
+    WithoutDraws,
     default_generator,
     drawing_by_default,
 )

@@ -29,7 +29,7 @@ from lightning_gpipe.core.data import FlatTree, joined, tree_flatten
 from lightning_gpipe.core.programs.route import Value
 
 
-class Trial(Protocol):
+class StepTrial(Protocol):
     """Calls a function, and checks it."""
 
     @property
@@ -59,7 +59,7 @@ class Step:
     name: str = ""
     line: str = ""
     then: Callable[[Any], Any] | None = None
-    trial: Trial | None = None
+    trial: StepTrial | None = None
 
     @property
     def now(self) -> Callable[..., Any]:

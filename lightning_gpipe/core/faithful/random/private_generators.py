@@ -34,6 +34,24 @@ def drawing_by_default() -> Manager:
     return Journal().changed([(vars(mode), "_redirects", False) for mode in modes])
 
 
+class AboutToDraw(Exception):
+    """Raised by an operator that may draw random numbers."""
+
+
+class WithoutDraws(TorchDispatchMode):
+    """Raises :class:`AboutToDraw` before operators of this thread draw random numbers."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``torch.compile`` ignore it: the flag is of the process, and threads would race."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _may_draw(func) is not False and _draws_now(func, args, kwargs or {}):
+            raise AboutToDraw
+        return func(*args, **(kwargs or {}))
+
+
 class PrivateGenerators:
     """A generator for each micro-batch of stage ``j``, in place of the default ones of ``devices``.
 

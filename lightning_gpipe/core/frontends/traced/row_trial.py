@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
+from lightning_gpipe.core.faithful import AboutToDraw, WithoutDraws
 from lightning_gpipe.core.frontends.cuts import Cut, few_of, same
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
 from lightning_gpipe.core.frontends.traced.inplace_edits import edited
@@ -159,9 +159,9 @@ class RowTrial:
             raise over_all_rows(reduced[0], node)
         args, kwargs = filled((node.args, node.kwargs), chosen.__getitem__)
         try:
-            with torch.no_grad(), _WithoutDraws():
+            with torch.no_grad(), WithoutDraws():
                 part = tree_flatten(run(*args, **kwargs))
-        except _Draws:
+        except AboutToDraw:
             return [self._place_of_like(leaf, values) for leaf in flat.leaves]
         except Exception as error:
             raise across_rows(line, f"raises {type(error).__name__} with other rows") from error
@@ -205,17 +205,6 @@ class RowTrial:
             if same(few_of(leaf, cut, self._rows, self._order), part, close=True):
                 return cut
         return None
-
-
-class _Draws(Exception):
-    """Raised by an operator that is about to draw random numbers: other ones each time."""
-
-
-class _WithoutDraws(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Draws
-        return func(*args, **(kwargs or {}))
 
 
 class TriedStep(NamedTuple):

@@ -6,12 +6,13 @@ Here are also the tests of ``call_graph``, ``ownership`` and ``stage_modules``.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _python_dispatch
 
 from lightning_gpipe.core.frontends.traced import TracedForward
 from lightning_gpipe.core.pipeline import GPipe
@@ -197,3 +198,40 @@ def test_values_drawn_between_layers(
         return found
 
     assert_same(steps(mode), steps("never"))
+
+
+class Noting(torch.autograd.Function):
+    """Notes whether torch.compile is told that it is within a mode: by a flag of the process."""
+
+    flags: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Noting.flags.append(_python_dispatch.is_in_any_mode_without_ignore_compile_internals())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Noting.apply(self.first(x)))
+
+
+@pytest.mark.skipif(
+    not hasattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals"),
+    reason="torch.compile does not ask for that",
+)
+def test_trial_of_steps_does_not_touch_what_compilations_ask_for(tracing: Tracing) -> None:
+    """Threads in a trial at once left it set now and then: all calls were compiled anew."""
+    Noting.flags.clear()
+    tracing(Doubling(), 2)(torch.rand(7, 8))
+
+    assert len(Noting.flags) == 4  # of three micro-batches, and once in the trial
+    assert not any(Noting.flags)
