@@ -3,8 +3,9 @@
 Rules do not tell of all steps, since a graph has no shapes: ``x / x.shape[-3]``, differences of all
 pairs of rows, ``x.repeat(2, 1)``. So when a stage first runs a micro-batch, each step that is no
 layer runs again on its rows in another order, one of them twice, with the numbers of rows that it
-then has. It must return these rows of its result, along one dim, or the same result. Nothing is
-told of a value from another stage unless it has one entry for each row.
+then has. It must return these rows of its result, along one dim, or the same result. A single row
+runs between halves of it, since functions of equal rows can be those of one, as the mean is.
+Nothing is told of a value from another stage unless it has one entry for each row.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class RowTrial:
 
     @property
     def _order(self) -> list[int]:
-        """The chosen rows, in other places; one more, so that a shape tells which dim has them."""
-        return [*range(1, self._rows), 0, 0]
+        """The chosen rows, in other places; more than before, so that a shape tells their dim."""
+        return [*range(1, self._rows), 0, 0] if self._rows > 1 else [0, 0, 0, 0]
 
     def _chosen(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
         """The values with the chosen rows, and copies of what the step edits."""
@@ -103,6 +104,8 @@ class RowTrial:
         if isinstance(place, _Other):
             return place.value
         if _has_rows(place):
+            if self._rows == 1 and (leaf.is_floating_point() or leaf.is_complex()):
+                return _between_halves(leaf.detach(), place)
             return few_of(leaf, place, self._rows, self._order)
         return leaf.clone() if edited and isinstance(leaf, Tensor) else leaf
 
@@ -200,9 +203,12 @@ class RowTrial:
         entries = leaf.size(others[0]) // self._rows if others else 0
         if len(others) != 1 or part.size(others[0]) != entries * len(self._order):
             return None
+        count = len(self._order)
+        known = range(count) if self._rows > 1 else [1]  # the halves have results of their own
         for inner in (False, True):
             cut = entries, others[0], inner
-            if same(few_of(leaf, cut, self._rows, self._order), part, close=True):
+            expected = few_of(leaf, cut, self._rows, [self._order[k] for k in known])
+            if same(expected, few_of(part, cut, count, known), close=True):
                 return cut
         return None
 
@@ -225,6 +231,15 @@ class TriedStep(NamedTuple):
 def _is_plain(tensor: Tensor) -> bool:
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return strided and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _between_halves(row: Tensor, cut: Cut) -> Tensor:
+    """A single row between others, which a step that can compute with it should allow.
+
+    It is not in the middle, where it would stay if the rows were turned around.
+    """
+    _, dim, inner = cut
+    return torch.stack([row / 2, row, row / 2, row / 2], dim + inner).flatten(dim, dim + 1)
 
 
 def _has_rows(place: Any) -> bool:
