@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,11 @@ class _Other(NamedTuple):
 
 
 class RowTrial:
-    """The trial of the steps of one stage, which is over once it has run with several rows."""
+    """The trial of the steps of one stage: once with several rows, and before it once with one."""
 
     def __init__(self, graph: CallGraph, dims: RowDims) -> None:
         self.is_over = False
+        self._had_one_row = False  # less can be seen of one, so it waits for several
         self._graph, self._dims = graph, dims
         self._nodes: list[fx.Node] = []
         self._leaves: dict[fx.Node, Sequence[Any]] = {}  # a Cut, an _Other or _Unknown for each
@@ -62,13 +64,19 @@ class RowTrial:
             return run(*args, **kwargs)
         if node is self._nodes[0]:
             self._rows, self._leaves = 0, {}
-        values = dict(_pairs((node.args, node.kwargs), (args, kwargs)))
-        chosen = self._chosen(node, values)
-        result = run(*args, **kwargs)
-        if self._rows:
+        if not self._rows:
+            pairs = _pairs((node.args, node.kwargs), (args, kwargs))
+            self._rows = next(filter(None, starmap(self._rows_of, pairs)), 0)
+        if not self._rows or (self._rows == 1 and self._had_one_row):
+            result = run(*args, **kwargs)
+        else:
+            values = dict(_pairs((node.args, node.kwargs), (args, kwargs)))
+            chosen = self._chosen(node, values)
+            result = run(*args, **kwargs)
             self._leaves[node] = self._tried(node, run, values, chosen, result)
         if node is self._nodes[-1]:
-            self.is_over = self._rows != 1  # of one row, little can be seen
+            self._had_one_row = self._rows == 1
+            self.is_over = not self._had_one_row
             self._leaves = {}
         return result
 
@@ -79,11 +87,6 @@ class RowTrial:
 
     def _chosen(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
         """The values with the chosen rows, and copies of what the step edits."""
-        self._rows = self._rows or next(
-            filter(None, map(self._rows_of, values, values.values())), 0
-        )
-        if not self._rows:
-            return {}
         target = edited(self._graph, node)
         chosen = {}
         for x, value in values.items():

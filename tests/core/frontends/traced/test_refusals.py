@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.frontends.traced import TracedForward
 from tests.support.traced import Tracing, assert_same_run
@@ -538,6 +539,27 @@ def test_rows_apart_by_any_function(tracing: Tracing, name: str, count: int) -> 
     plain = Model(lambda model, x: APART[name](x))
 
     assert_same_run(tracing(plain, 2), plain, rows(count))
+
+
+class Cosines(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.cos.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_single_rows_are_tried_once(tracing: Tracing) -> None:
+    """Micro-batches of one row ran everything between layers twice, in every step."""
+    run, counts = tracing(Model(lambda model, x: x.cos()), 2), []
+    for count in (3, 3, 7, 7):
+        with Cosines() as cosines:
+            run(rows(count))
+        counts.append(cosines.count)
+
+    assert counts == [4, 3, 4, 3]
 
 
 def matrices_of_rows(model: Model, x: Tensor) -> Tensor:
