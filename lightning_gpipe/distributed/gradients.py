@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from lightning_gpipe.core.data import shard_of, whole_of
@@ -52,6 +53,9 @@ class SameParameters:
         group.equalise(list(map(shard_of, around)), "parameters around the pipeline")
         self._changes.write([(vars(plugin), "clip_grad_by_norm", self._clip)])
         self._changes.write([(vars(plugin), "clip_grad_by_value", self._clip_by_value)])
+        self._divides = everyone is not None
+        self._clip_with = clip_grad._clip_grads_with_norm_
+        self._changes.write([(vars(clip_grad), "_clip_grads_with_norm_", self._clip_with_own)])
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             self._scaler = plugin.scaler
             self._unscale_here = plugin.scaler._unscale_grads_
@@ -91,6 +95,19 @@ class SameParameters:
         parameters = _shards(self._plugin.main_params(optimizer))
         if any(each.grad is not None for each in parameters):  # PyTorch takes no empty list
             torch.nn.utils.clip_grad_value_(parameters, clip_val)
+
+    def _clip_with_own(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuse what ``clip_grad_norm_`` does with a norm of the gradients of this process."""
+        elsewhere = [each.is_meta for each in parameters]
+        if (any(elsewhere) and not all(elsewhere)) or self._divides:
+            raise RuntimeError(
+                "gradients must be clipped by the norm of those of all processes: got "
+                f"clip_grad_norm_ with {len(elsewhere)} parameters in a process that has "
+                f"{sum(each.grad is not None for each in parameters)} of their gradients. Write "
+                "Trainer(gradient_clip_val=...), or in its place call "
+                "self.clip_gradients(optimizer, gradient_clip_val=...)."
+            )
+        self._clip_with(parameters, *args, **kwargs)
 
     def _unscale(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         shards = [{"params": _shards(each["params"])} for each in optimizer.param_groups]

@@ -69,6 +69,22 @@ def test_clipping_where_only_one_process_has_gradients(two_ranks: Pool) -> None:
     assert other == ([], [])
 
 
+def clipped_by_hand() -> float:
+    """Clip a parameter while each process has the gradients of some, and afterwards."""
+    group = Group(timedelta(seconds=20))
+    together = SameParameters(group, [], Precision(), everyone=group)
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(RuntimeError, match="with 1 parameters in a process that has 1 of their"):
+        torch.nn.utils.clip_grad_norm_([parameter], 2.0)
+    together.release()
+    return float(torch.nn.utils.clip_grad_norm_([parameter], 2.0))
+
+
+def test_clipping_by_hand_where_gradients_are_divided(two_ranks: Pool) -> None:
+    assert two_ranks.run(clipped_by_hand) == [5.0, 5.0]
+
+
 def equalised() -> tuple[list[float], list[float]]:
     """Values and gradients that differ between processes, made the same."""
     group = Group(timedelta(seconds=20))

@@ -78,6 +78,8 @@ class Penalised(Classifier):
             [x.norm().item() for x in self.parameters()]
         if self.kind == "logged":
             self.log_dict(grad_norm(self, 2))
+        if self.kind == "clipped":
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
 def fit_penalised(root: Path, kind: str) -> str:
@@ -103,3 +105,12 @@ def test_norm_of_the_gradients_of_one_process(tmp_path: Path) -> None:
 
     for each in found:
         assert "got log('grad_2.0_norm_total'). Write self.trainer.strategy.grad_norm(self)" in each
+
+
+def test_clipping_by_the_norm_of_one_process(tmp_path: Path) -> None:
+    """Each process clipped by a norm of its own: parameters around the layers went apart."""
+    with new_ranks(2) as ranks:
+        first, second = ranks.run(fit_penalised, tmp_path, "clipped")
+
+    assert "got clip_grad_norm_ with 8 parameters in a process that has 4 of their" in first
+    assert "got clip_grad_norm_ with 8 parameters in a process that has 6 of their" in second
