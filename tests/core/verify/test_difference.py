@@ -96,6 +96,7 @@ def test_layer_whose_own_output_cannot_be_put_together_is_suspected_too() -> Non
     assert "The cause is in one of the layers 1..2." in str(parity)
 
 
+@pytest.mark.filterwarnings("ignore:an output of layers should have a row per sample")
 def test_one_number_for_the_batch_is_named() -> None:
     difference = verified(linear(), Call(lambda x: x.mean())).difference
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,13 +56,27 @@ def merged(
             if values[0].dim():
                 leaves.append(restore(concatenated(k, values, dim)))
             else:
-                leaves.append(torch.stack(values) if len(values) > 1 else values[0])
+                leaves.append(_stacked(values))
         elif all(map(has_entries, values)) or _texts_per_row(k, values, batch, sizes):
             leaves.append(restore(joined(values)))
         else:
             leaves.append(_common_value(k, values))
     output = tree_unflatten(FlatTree(leaves, specs[0]))
     return output if all(isinstance(leaf, Tensor) for leaf in leaves) else plain(output)
+
+
+def _stacked(values: tuple[Tensor, ...]) -> Tensor:
+    if len(values) == 1:
+        return values[0]
+    if values[0].requires_grad:
+        warnings.warn(
+            "an output of layers should have a row per sample: got one without dims that has a "
+            "gradient, which becomes a vector with a number for each micro-batch. If it is a term "
+            "of the loss, let its layer hand it out by loss_term(), from lightning_gpipe, or take "
+            "the mean of the vector.",
+            stacklevel=2,
+        )
+    return torch.stack(values)
 
 
 def _texts_per_row(

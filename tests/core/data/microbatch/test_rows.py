@@ -145,6 +145,15 @@ def test_outputs_without_dimension_are_stacked() -> None:
     assert merge([torch.tensor(1.0), torch.tensor(3.0)]).tolist() == [1.0, 3.0]
 
 
+def test_stacked_outputs_with_gradients_are_warned_of() -> None:
+    """A sum over them had the loss term of a layer once for each micro-batch."""
+    losses = [torch.tensor(k, requires_grad=True) for k in (1.0, 2.0)]
+    with pytest.warns(UserWarning, match=r"let its layer hand it out by loss_term\(\)"):
+        merged = Rows().merge(losses, torch.zeros(4, 2))
+
+    assert merged.shape == (2,)
+
+
 @pytest.mark.parametrize("value", [None, "mean", 3, 2.5, True])
 def test_equal_values_are_given_once(value: Any) -> None:
     assert merge([{"value": value}, {"value": value}]) == {"value": value}
