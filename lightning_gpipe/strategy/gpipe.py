@@ -144,8 +144,7 @@ class GPipeStrategy(ParallelStrategy):
             plain run needs the memory of a whole batch without recomputation. With a loss for each
             micro-batch, the loss and the gradients of the whole batch are compared as well.
             ``"sample"`` compares four rows, unless the model is compiled or in several processes,
-            or the fit is resumed; and only where the layers are no nn.Sequential or each
-            micro-batch has a loss.
+            or the fit is resumed.
         processes: The processes of a pipeline: ``"single"`` one, which drives all devices with
             threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine. With
             several, each runs the same code on the same batches, which the first one loads, and has

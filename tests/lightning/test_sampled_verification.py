@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm as parametrized
 from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
@@ -89,6 +92,49 @@ class Normed(Classifier):
         self.layers[1] = nn.BatchNorm1d(WIDTH).double()
 
 
+class Carries(nn.Module):
+    """Adds what it had for the rows before, as a recurrent layer that keeps its state does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, self.kept = self.kept, x.detach()
+        return x if kept is None else x + kept[: len(x)]
+
+
+class Averages(nn.Module):
+    """Has a moving average of all rows, as a codebook does."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.lerp_(x.detach().mean(0), 0.1)
+        return x + 0
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+def plainly(**options: Any) -> dict[str, Any]:
+    return {"strategy": GPipeStrategy([3, 3], 3, **options), "devices": 2}
+
+
+def within(layer: Callable[[], nn.Module]) -> Classifier:
+    """With a layer in the place of the first activation."""
+    model = Classifier()
+    model.layers[1] = layer().double()
+    return model
+
+
 class Scaled(nn.Module):
     """Computes something else while it is traced."""
 
@@ -128,14 +174,18 @@ class Summed(Classifier):
     "model, arguments, message",
     [
         (Centring, looped, "must compute what its layers compute"),
+        (Centred, plainly, r"the output of layer 3 \('3', Tanh, stage 1, cpu\) differs"),
+        (partial(within, Carries), plainly, "the output of layer 1"),
+        (partial(within, Averages), plainly, "the buffer '1.average' of layer 1"),
         (Centred, stepped, r"the output of layer 3 \('3', Tanh, stage 1, cpu\) differs"),
         (Summed, stepped, "It is the sum of theirs"),
     ],
-    ids=["rows mixed in a block", "rows mixed in a layer", "a sum"],
+    ids=["in a block", "in a layer", "carried", "averaged", "in a layer, 1F1B", "a sum"],
 )
 def test_difference_ends_the_fit_before_the_first_step(
-    tmp_path: Path, model: type[Classifier], arguments: Any, message: str
+    tmp_path: Path, model: Callable[[], Classifier], arguments: Any, message: str
 ) -> None:
+    """An nn.Sequential was compared for no loss of the batch: it trained without a word."""
     built = model()
     before = {name: value.clone() for name, value in built.state_dict().items()}
 
@@ -172,7 +222,24 @@ class Counting(Classifier):
         return super().training_step([x + noise, y], batch_idx)
 
 
-@pytest.mark.parametrize("arguments", [looped, stepped])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        lambda: parametrized(nn.Linear(WIDTH, WIDTH)),
+        lambda: nn.BatchNorm1d(WIDTH),
+        Noisy,
+    ],
+    ids=["norm by a hook", "norm by a parametrization", "batch norm", "noise"],
+)
+@pytest.mark.parametrize("arguments", [plainly, stepped])
+def test_layer_with_a_known_reason(
+    tmp_path: Path, layer: Callable[[], nn.Module], arguments: Any
+) -> None:
+    trainer(tmp_path, **arguments(), max_steps=1).fit(within(layer), Data())
+
+
+@pytest.mark.parametrize("arguments", [looped, plainly, stepped])
 def test_training_is_the_same_to_the_bit(tmp_path: Path, arguments: Any) -> None:
     def run(**options: Any) -> tuple[Any, ...]:
         Counting.seen = []
@@ -272,14 +339,19 @@ def test_model_that_does_not_repeat_what_it_computes_is_not_verified(tmp_path: P
     trainer(tmp_path, **stepped(), max_steps=1).fit(Growing(), Data())
 
 
-def test_sequential_with_one_loss_is_not_verified(tmp_path: Path) -> None:
-    """All that a Sequential does is known, and most people have one."""
+@pytest.mark.parametrize("model", [Centred, Summed])
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_single_micro_batch_is_not_verified(
+    tmp_path: Path, model: type[Classifier], schedule: Any
+) -> None:
+    """It is the batch, whatever computes across its rows."""
     sizes: list[int] = []
-    model = Classifier()
-    model.layers[0].register_forward_hook(lambda *call: sizes.append(len(call[2])))
+    built = model()
+    built.layers[0].register_forward_hook(lambda *call: sizes.append(len(call[2])))
+    strategy = GPipeStrategy([3, 3], 1, activation_checkpointing="never", schedule=schedule)
 
     one_step = {"max_steps": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0}
-    trainer(tmp_path, GPipeStrategy([3, 3], 1), devices=2, **one_step).fit(model, Data())
+    trainer(tmp_path, strategy, devices=2, **one_step).fit(built, Data())
 
     assert sizes == [7]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm as parametrized
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.commands.fit import main
@@ -114,9 +117,10 @@ class Drops(Classifier):
         return loss
 
 
+@pytest.mark.parametrize("way", [True, "sample"])
 @pytest.mark.parametrize("balance", [[5], [2, 3]])
-def test_training_is_the_same_to_the_bit(tmp_path: Path, balance: list[int]) -> None:
-    def run(verify: bool) -> tuple[L.Trainer, list[float]]:
+def test_training_is_the_same_to_the_bit(tmp_path: Path, balance: list[int], way: Any) -> None:
+    def run(verify: Any) -> tuple[L.Trainer, list[float]]:
         made = fitted(
             tmp_path,
             strategy(balance=balance, verify=verify),
@@ -128,7 +132,7 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path, balance: list[int]) -> 
         assert isinstance(made.lightning_module, Drops)
         return made, made.lightning_module.losses
 
-    (one, losses), (other, expected) = run(True), run(False)
+    (one, losses), (other, expected) = run(way), run(False)
 
     torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=0)
     assert losses == expected
@@ -173,10 +177,19 @@ def test_every_fit_is_verified(tmp_path: Path, verifications: list[int]) -> None
     assert len(verifications) == 2
 
 
-def test_nothing_is_verified_unless_asked_for(tmp_path: Path, verifications: list[int]) -> None:
+def test_whole_batch_is_verified_only_if_asked_for(
+    tmp_path: Path, verifications: list[int]
+) -> None:
     fitted(tmp_path, GPipeStrategy(), devices=2, max_steps=1)
 
     assert not verifications
+
+
+@pytest.mark.parametrize("layer", [spectral_norm, parametrized])
+def test_spectral_norm_is_a_known_reason(tmp_path: Path, layer: Callable[..., nn.Module]) -> None:
+    build = partial(classifier, layer(nn.Linear(WIDTH, WIDTH)))
+    with pytest.warns(UserWarning, match="whose power iteration advances with each micro-batch"):
+        fitted(tmp_path, strategy(), build=build, devices=2, max_steps=1)
 
 
 @pytest.mark.usefixtures("lightning_cli")

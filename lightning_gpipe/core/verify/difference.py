@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from typing_extensions import override
 
 from lightning_gpipe.core.verify.compare import Deviation, beyond, deviations, same_shapes
@@ -49,7 +52,6 @@ _AMPLIFIED = (
     "differences, call verify() in float64"
 )
 _OTHERS = "others for each micro-batch"
-BY_MICRO_BATCH = "which normalises by micro-batch"
 
 Rerun = Callable[[bool], Run]  # on the whole batch, with rounding errors added or not
 
@@ -203,8 +205,9 @@ class UnitSearch(DifferenceSearch):
         reasons = []
         for k, unit in enumerate(self._subject.units[:end]):
             name = f"{self._subject.kind} {k}"
-            if norm := next(filter(normalises_by_batch, unit.module.modules()), None):
-                reasons.append(f"{name} has a {type(norm).__name__}, {BY_MICRO_BATCH}")
+            ways = ((type(x).__name__, of_micro_batches(x)) for x in unit.module.modules())
+            if way := next(filter(itemgetter(1), ways), None):
+                reasons.append(f"{name} has a {way[0]}, {way[1]}")
             if k in plain.drew:
                 reasons.append(f"{name} draws random numbers, {_OTHERS}")
         if SOME in plain.drew:
@@ -241,6 +244,11 @@ def most_exact(comparisons: Sequence[Comparison]) -> Comparison:
     return min(comparisons, key=order)._replace(compared=compared)
 
 
-def normalises_by_batch(module: nn.Module) -> bool:
-    """Return whether a module normalises by the rows it gets, as a batch norm in training does."""
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+def of_micro_batches(module: nn.Module) -> str | None:
+    """Return what makes the results of a module depend on the micro-batches, if that is known."""
+    if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        return "which normalises by micro-batch"
+    norms = (module, *module._forward_pre_hooks.values())
+    if module.training and any(isinstance(x, _SpectralNorm | SpectralNorm) for x in norms):
+        return "whose power iteration advances with each micro-batch"
+    return None

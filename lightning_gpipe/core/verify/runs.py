@@ -6,6 +6,7 @@ for both runs, for copies of the input: nothing is accumulated, or flows into th
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import (
+    MicroBatching,
     Rows,
     change_tensors,
     collect_loss_terms,
@@ -48,6 +50,7 @@ from lightning_gpipe.core.verify.named_values import (
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
 SOME = -1  # in the place of the units that drew random numbers, if they are not known
+SAMPLED = 2  # rows of each of two micro-batches
 _THIN = 4096  # elements of a gradient, if it is thin
 
 
@@ -80,7 +83,7 @@ def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None
     # Nothing is recorded of the module of a stage, which is never called, and of other processes.
     units = [merged(of_unit) if by_rows and of_unit else None for of_unit in outputs]
     named = named_leaves(output)
-    values = results(subject.module, subject.devices, named, leaves, terms, mask)
+    values = results(subject.module, subject.devices, named, leaves, terms, mask, thin=subject.thin)
     return Run(values, units, microbatches=m, mask=mask)
 
 
@@ -127,7 +130,8 @@ def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool
         return made
 
     output = subject.walk(x, visit)
-    values = results(subject.module, subject.devices, named_leaves(output), leaves, terms, mask)
+    named = named_leaves(output)
+    values = results(subject.module, subject.devices, named, leaves, terms, mask, thin=subject.thin)
     return Run(values, units, frozenset(drew), term_units=term_units)
 
 
@@ -136,6 +140,15 @@ def copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
     tree = change_tensors(input, lambda x: x.detach().requires_grad_(x.requires_grad))
     leaves = {path: leaf for path, leaf in tensors(tree).items() if leaf.requires_grad}
     return change_tensors(tree, torch.clone), leaves
+
+
+def sample_of(batch: Any, microbatching: MicroBatching) -> Any:
+    """Return the first rows of a batch, or the first of as many micro-batches as have so few."""
+    division = microbatching.division([batch])
+    if division is None:
+        return few_rows(batch, 2 * SAMPLED)
+    [rows] = division.sizes
+    return microbatching.split(batch, math.ceil(rows / (2 * SAMPLED)))[0]
 
 
 def few_rows(arguments: Any, rows: int) -> Any:

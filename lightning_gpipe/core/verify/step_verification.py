@@ -9,7 +9,6 @@ and reported apart: any other difference is due to the loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -24,15 +23,14 @@ from lightning_gpipe.core.pipeline import GPipe, StepSchedule
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import (
-    BY_MICRO_BATCH,
     DifferenceSearch,
-    normalises_by_batch,
+    of_micro_batches,
 )
 from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
-from lightning_gpipe.core.verify.runs import Run, few_rows, gradients_of, tolerance_for
-from lightning_gpipe.core.verify.verification import SAMPLED, FirstBatchVerifier, compare_everywhere
+from lightning_gpipe.core.verify.runs import Run, gradients_of, sample_of, tolerance_for
+from lightning_gpipe.core.verify.verification import FirstBatchVerifier, compare_everywhere
 
 _DRAWS = "it draws random numbers, others for each micro-batch"
 
@@ -99,14 +97,10 @@ def verify_step_sample(
     pipeline: GPipe, step: Callable[[Any], Any], batch: Any, **arguments: Any
 ) -> StepParity | None:
     """Verify a step on a few rows of a batch; return None unless there surely is a fault."""
-    microbatching = pipeline.only.microbatching
+    if pipeline.only.chunks == 1:
+        return None
     with in_chunks([pipeline.only], 2), suppress(Exception):
-        division = microbatching.division([batch])
-        if division is None:
-            few = few_rows(batch, 2 * SAMPLED)
-        else:  # the first of as many micro-batches as have so few
-            [rows] = division.sizes
-            few = microbatching.split(batch, math.ceil(rows / (2 * SAMPLED)))[0]
+        few = sample_of(batch, pipeline.only.microbatching)
         parity = verify_step(pipeline, step, few, layers=False, **arguments)
         if parity is not None and parity.loss.surely_faulty:
             return verify_step(pipeline, step, few, **arguments)
@@ -180,9 +174,9 @@ class StepRuns:
         stages = self.pipeline.stages if self._even and not self.thin else ()
         same = {module for stage in stages for module in stage.modules}
         reasons = [
-            f"{name!r} is a {type(module).__name__}, {BY_MICRO_BATCH}"
+            f"{name!r} is a {type(module).__name__}, {way}"
             for name, module in self._names
-            if normalises_by_batch(module) and module not in same
+            if module not in same and (way := of_micro_batches(module))
         ]
         return "; ".join([*reasons[:1], *[_DRAWS] * self._drew]) or None
 

@@ -29,13 +29,21 @@ class VerifiedUnit(NamedTuple):
 
 
 class VerifiedProgram:
-    """A pipeline and a program of it, in units: layers of an nn.Sequential, or stages."""
+    """A pipeline and a program of it, in units: layers of an nn.Sequential, or stages.
+
+    If ``thin``, only some elements of each gradient are compared.
+    """
 
     def __init__(
-        self, pipeline: Pipeline, program: Program, sequential: nn.Module | None = None
+        self,
+        pipeline: Pipeline,
+        program: Program,
+        sequential: nn.Module | None = None,
+        *,
+        thin: bool = False,
     ) -> None:
         layout = pipeline.layout
-        self.pipeline = pipeline
+        self.pipeline, self.thin = pipeline, thin
         self.devices = layout.devices_here
         self._program = program
         if sequential is not None:

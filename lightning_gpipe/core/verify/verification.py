@@ -30,22 +30,22 @@ from lightning_gpipe.core.verify.difference import (
     Rerun,
     UnitSearch,
     most_exact,
-    normalises_by_batch,
+    of_micro_batches,
 )
 from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import unpacked
 from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.runs import (
+    SAMPLED,
     Run,
     run_pipelined,
     run_plain,
     run_together,
+    sample_of,
     tolerance_for,
 )
 from lightning_gpipe.core.verify.subject import VerifiedProgram
-
-SAMPLED = 2  # rows of each of two micro-batches
 
 
 def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Parity:
@@ -130,9 +130,10 @@ def verify_sample(call: WholeCall) -> Parity | None:
     Returns None unless there surely is a fault.
     """
     call = call.sample(2 * SAMPLED)
-    by_batch = any(map(normalises_by_batch, call.module.modules()))
+    by_batch = any(map(of_micro_batches, call.module.modules()))
+    single = by_batch or all(pipeline.chunks == 1 for pipeline in call.pipelines)
     with exclusive(call.pipelines), in_chunks(call.pipelines, 2), suppress(Exception):
-        comparison = call.compare(chunks=1 if by_batch else 2)
+        comparison = call.compare(chunks=1 if single else 2)
         sampled = Parity(2, *comparison, of_programs=True)
         if sampled.surely_faulty:
             parity = verify_call(call)
@@ -151,6 +152,24 @@ def verify_run(
     layers = piped.module if piped.frontend.takes_batch else None
     subject = VerifiedProgram(piped.pipeline, program, layers)
     return verify_program(subject, unpacked(values), tolerance)
+
+
+def verify_run_sample(piped: PipedModule, program: Program, values: Sequence[Any]) -> Parity | None:
+    """Compare the layers on the first rows of their input, in two micro-batches.
+
+    Returns None unless there surely is a fault.
+    """
+    pipeline = piped.pipeline
+    if pipeline.chunks == 1:
+        return None
+    with in_chunks([pipeline], 2), suppress(Exception):
+        few = sample_of(unpacked(values), pipeline.microbatching)
+        parity = verify_program(VerifiedProgram(pipeline, program, piped.module, thin=True), few)
+        difference = parity.difference
+        # Outputs without dims are stacked, which a warning tells.
+        if parity.surely_faulty and difference is not None and not difference.deviation.mismatch:
+            return parity
+    return None
 
 
 def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None = None) -> Parity:
@@ -197,8 +216,8 @@ class FirstBatchVerifier:
     """Verifies the first run of each pipeline of a model, in training mode with gradients.
 
     A module whose forward makes the programs is verified with its whole call, if it is called; not
-    where another module loops over its blocks. ``sample``: verify only whole calls, with a few of
-    their rows, and give ``on_result`` only differences.
+    where another module loops over its blocks. ``sample``: verify a few rows of an nn.Sequential's
+    input, or of a whole call, and give ``on_result`` only differences.
     """
 
     def __init__(
@@ -217,8 +236,9 @@ class FirstBatchVerifier:
             owner: owner.register_forward_pre_hook(self._before_call, with_kwargs=True)
             for owner in dict.fromkeys(frontend.owner for frontend in frontends)
         }
-        for piped in () if sample else modules:
-            piped.check = self._before_run
+        for piped in modules:
+            if piped.frontend.takes_batch or not sample:
+                piped.check = self._before_run
 
     def remove(self) -> None:
         for handle in self._handles.values():
@@ -246,7 +266,10 @@ class FirstBatchVerifier:
     ) -> None:
         if piped not in self._done and _trains(piped.module):
             self._done.add(piped)
-            self._on_result(verify_run(piped, program, values))
+            verify = verify_run_sample if self._sample else verify_run
+            parity = verify(piped, program, values)
+            if parity is not None:
+                self._on_result(parity)
 
 
 def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
