@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 
 class StandIn(nn.Module):
@@ -24,9 +24,17 @@ class StandIn(nn.Module):
             if isinstance(own, (dict, set)):  # all containers of nn.Module
                 self.__dict__[name] = module.__dict__[name]
         self.__dict__["_original"] = module  # by assignment nn.Module would register it as a child
-        self.training = module.training
 
-    # The kind of the backward hooks is not in a container, so a property shares it.
+    # What is in no container is shared by properties.
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]  # an attribute of nn.Module
+        return self._original.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_original" in vars(self):
+            self._original.training = mode
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -37,7 +45,13 @@ class StandIn(nn.Module):
         if full is not None:  # nn.Module sets it to None for a module without hooks
             self._original._is_full_backward_hook = full
 
-    # The user's class may override how layers are named, and how a state dict is saved and loaded.
+    # The user's class may override which layers train, how they are named, and how a state dict is
+    # saved and loaded.
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        self._original.train(mode)
+        return self
 
     @override
     def get_submodule(self, target: str) -> nn.Module:

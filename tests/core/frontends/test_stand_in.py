@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_gpipe import GPipe
 from lightning_gpipe.core.frontends.stand_in import StandIn
@@ -202,3 +203,40 @@ def test_forward_of_the_object_itself_is_refused() -> None:
         TypeError, match=r"must have the forward of nn.Sequential.*assigned.*del mo"
     ):
         GPipe(module, [2, 2], devices=["cpu"] * 2)
+
+
+class Drops(nn.Module):
+    """Reads its own training flag, and keeps a part of it in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.frozen = nn.Dropout()
+
+    def train(self, mode: bool = True) -> Drops:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return F.dropout(self.frozen(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("balance", [[1, 1], [1, 2]], ids=["loop", "traced"])
+def test_training_flag_is_that_of_the_model(balance: list[int]) -> None:
+    """It was a copy: in evaluation the model went on to drop, and its train() was not called."""
+    model, x = Drops(), torch.randn(4, 4)
+    module = "blocks" if balance == [1, 1] else ""
+    piped = GPipe(model, balance, devices=["cpu"] * 2, chunks=2, module=module)
+
+    assert piped.train().training is model.training is True
+    assert not model.frozen.training
+    with torch.no_grad():
+        assert not torch.equal(piped(x), model.eval()(x))
+        model.train()
+        piped.eval()
+        assert piped.training is model.training is False
+        torch.testing.assert_close(piped(x), copy.deepcopy(model)(x))
+    piped.close()
