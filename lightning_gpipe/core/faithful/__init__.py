@@ -13,6 +13,7 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
     over_replicas,
     rows_needed,
 )
+from lightning_gpipe.core.faithful.layers.mixed_dims import mixed_by
 from lightning_gpipe.core.faithful.layers.replicated_norm import Gather
 from lightning_gpipe.core.faithful.managers import (
     NOTHING,

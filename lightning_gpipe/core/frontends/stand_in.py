@@ -7,10 +7,10 @@ addition to either is in both.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 
 class StandIn(nn.Module):
@@ -28,7 +28,7 @@ class StandIn(nn.Module):
     # What is in no container is shared by properties.
 
     @property
-    def training(self) -> bool:  # type: ignore[override]  # an attribute of nn.Module
+    def training(self) -> bool:
         return self._original.training
 
     @training.setter

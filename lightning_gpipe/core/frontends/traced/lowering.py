@@ -70,7 +70,8 @@ class _Lowering:
         self._values = {node: Value(k) for k, node in enumerate(graph.inputs)}
         self._reads: dict[tuple[str, int], Value] = {}
         self._numbers = count(len(graph.inputs))
-        self._trials = [RowTrial(graph, self._dims) for _ in range(modules.own.n)]
+        found: dict[fx.Node, Sequence[Any]] = {}
+        self._trials = [RowTrial(graph, self._dims, found) for _ in range(modules.own.n)]
 
     def add(self, node: fx.Node) -> None:
         j = self._stages[node]

@@ -44,7 +44,7 @@ _ROW_NUMBERS = frozenset(
 # The position of the dims in the arguments of a reduction, without which it is over all dims.
 _REDUCTIONS = {name: at for at, names in REDUCTIONS.items() for name in names.split()}
 _REDUCTIONS |= {"dist": 3, "trace": 3}  # which have none
-CHECKS = frozenset({hold.__name__, "_assert"})
+CHECKS = frozenset({hold.__name__, "_assert", "register_hook", "retain_grad", "requires_grad_"})
 _KEEP_DIMS = (  # functions that are not elementwise, but keep rows apart, whatever their dim is
     "to float double half bfloat16 type type_as contiguous detach cpu cuda size dim numel hold "
     "dropout layer_norm rms_norm embedding zeros_like ones_like rand_like randn_like "
@@ -99,7 +99,8 @@ def _dim_after(call: TracedCall) -> int | None:
         return None if call.dim is None else rule(call, call.dim)
     if call.name and call.rows - {0} and not _is_elementwise(call.name.rstrip("_")):
         raise across_rows(call.line, f"computes {call.name} of rows that are not in dim 0")
-    # A layer, or an elementwise function: rows stay in their dim.
+    if not call.name and call.args and call.depends(call.args[0]):
+        return call.dim  # a layer leaves rows where they are in its first argument
     return next(iter(call.rows)) if len(call.rows) == 1 else None
 
 

@@ -60,6 +60,16 @@ def _swapped(call: TracedCall, dim: int, one: Any, other: Any) -> int | None:
     return {one: other, other: one}.get(dim, dim)
 
 
+def _movedim(call: TracedCall, dim: int) -> int | None:
+    source, target = call.at(1, "source"), call.at(2, "destination")
+    if not (isinstance(source, int) and isinstance(target, int) and min(source, target, dim) >= 0):
+        return None
+    if dim == source:
+        return target
+    dim -= source < dim
+    return dim + (target <= dim)
+
+
 def _t(_: TracedCall, dim: int) -> int | None:
     return {0: 1, 1: 0, -1: -2, -2: -1}.get(dim)
 
@@ -208,6 +218,7 @@ REDUCTIONS = {
 Rule = Callable[[TracedCall, int], int | None]
 _TABLE: list[tuple[str, Rule]] = [
     ("transpose swapaxes swapdims", _transpose),
+    ("movedim moveaxis", _movedim),
     ("t", _t),
     ("permute", _permute),
     ("view reshape expand repeat tile", _sized),

@@ -2,10 +2,11 @@
 
 Rules do not tell of all steps, since a graph has no shapes: ``x / x.shape[-3]``, differences of all
 pairs of rows, ``x.repeat(2, 1)``. So when a stage first runs a micro-batch, each step that is no
-layer runs again on its rows in another order, one of them twice, with the numbers of rows that it
-then has. It must return these rows of its result, along one dim, or the same result. A single row
-runs between halves of it, since functions of equal rows can be those of one, as the mean is.
-Nothing is told of a value from another stage unless it has one entry for each row.
+layer runs again on its rows in other places, beside others that are far from them, with the numbers
+of rows that it then has. It must return these rows of its result, along one dim, or the
+same result. A layer runs once: it is taken to leave rows where they are, in its first output, and
+of PyTorch's layers the others are known. Nothing is told of a value from another stage unless it
+has one entry for each row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
-from lightning_gpipe.core.faithful import AboutToDraw, WithoutDraws
+from lightning_gpipe.core.faithful import AboutToDraw, WithoutDraws, mixed_by
 from lightning_gpipe.core.frontends.cuts import Cut, few_of, same
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
 from lightning_gpipe.core.frontends.traced.inplace_edits import edited
@@ -28,6 +29,8 @@ from lightning_gpipe.core.frontends.traced.symbolic import filled, first_input, 
 from lightning_gpipe.core.frontends.traced.traced_call import across_rows
 
 _WHOLE: Cut = 0, 0, False
+_OTHERS = 3  # rows in a trial beside those of the micro-batch, by which a shape tells their dim
+_FAR = 1024.0  # times the first row are the others
 
 
 class _Unknown:
@@ -41,19 +44,24 @@ class _Other(NamedTuple):
 
 
 class RowTrial:
-    """The trial of the steps of one stage: once with several rows, and before it once with one."""
+    """The trial of the steps of one stage: once with several rows, and before it once with one.
 
-    def __init__(self, graph: CallGraph, dims: RowDims) -> None:
+    ``found`` has the places of rows that the trials of earlier stages in this process have found.
+    """
+
+    def __init__(
+        self, graph: CallGraph, dims: RowDims, found: dict[fx.Node, Sequence[Any]]
+    ) -> None:
         self.is_over = False
         self._had_one_row = False  # less can be seen of one, so it waits for several
-        self._graph, self._dims = graph, dims
+        self._graph, self._dims, self._found = graph, dims, found
         self._nodes: list[fx.Node] = []
         self._leaves: dict[fx.Node, Sequence[Any]] = {}  # a Cut, an _Other or _Unknown for each
         self._rows = 0  # of the micro-batch; 0 if it is not known
 
     def of(self, node: fx.Node, run: Callable[..., Any]) -> TriedStep | None:
         """Return the step of a node as a part of the trial; None for one that is not tried."""
-        if node.op == "call_module" or function_name(node) in CHECKS:
+        if function_name(node) in CHECKS:
             return None
         self._nodes.append(node)
         return TriedStep(self, node, run)
@@ -71,83 +79,111 @@ class RowTrial:
             result = run(*args, **kwargs)
         else:
             values = dict(_pairs((node.args, node.kwargs), (args, kwargs)))
-            chosen = self._chosen(node, values)
-            result = run(*args, **kwargs)
-            self._leaves[node] = self._tried(node, run, values, chosen, result)
+            for x, value in values.items():
+                if x not in self._leaves:
+                    leaves = enumerate(tree_flatten(value).leaves)
+                    self._leaves[x] = [self._arriving(x, value, k, leaf) for k, leaf in leaves]
+            if node.op == "call_module":
+                result = run(*args, **kwargs)
+                self._leaves[node] = self._after_layer(node, run, args, kwargs, result)
+            else:
+                trials = [self._trial_of(node, values, far=far) for far in (True, False)]
+                result = run(*args, **kwargs)
+                self._leaves[node] = self._tried(node, run, values, trials, result)
+            self._found[node] = self._leaves[node]
         if node is self._nodes[-1]:
             self._had_one_row = self._rows == 1
             self.is_over = not self._had_one_row
             self._leaves = {}
         return result
 
-    @property
-    def _order(self) -> list[int]:
-        """The chosen rows, in other places; more than before, so that a shape tells their dim."""
-        return [*range(1, self._rows), 0, 0] if self._rows > 1 else [0, 0, 0, 0]
-
-    def _chosen(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-        """The values with the chosen rows, and copies of what the step edits."""
+    def _trial_of(
+        self, node: fx.Node, values: Mapping[fx.Node, Any], *, far: bool
+    ) -> dict[fx.Node, Any]:
+        """The values with rows beside others, far from them or equal; copies of what is edited."""
         target = edited(self._graph, node)
-        chosen = {}
+        trial = {}
         for x, value in values.items():
             flat = tree_flatten(value)
-            self._leaves.setdefault(
-                x, [self._arriving(x, value, k, leaf) for k, leaf in enumerate(flat.leaves)]
-            )
             pairs = zip(flat.leaves, self._leaves[x], strict=True)
-            leaves = [self._with_chosen_rows(leaf, place, x is target) for leaf, place in pairs]
+            leaves = [self._other_leaf(leaf, place, far, x is target) for leaf, place in pairs]
             tree = tree_unflatten(FlatTree(leaves, flat.spec))
             sizes = isinstance(value, torch.Size) and _Unknown not in leaves
-            chosen[x] = torch.Size(tree) if sizes else tree
-        return chosen
+            trial[x] = torch.Size(tree) if sizes else tree
+        return trial
 
-    def _with_chosen_rows(self, leaf: Any, place: Any, edited: bool) -> Any:
+    def _other_leaf(self, leaf: Any, place: Any, far: bool, edited: bool) -> Any:
         if place is _Unknown:
             return _Unknown
         if isinstance(place, _Other):
             return place.value
         if _has_rows(place):
-            if self._rows == 1 and (leaf.is_floating_point() or leaf.is_complex()):
-                return _between_halves(leaf.detach(), place)
-            return few_of(leaf, place, self._rows, self._order)
+            return _beside_others(leaf, place, self._rows, far=far)
         return leaf.clone() if edited and isinstance(leaf, Tensor) else leaf
 
     def _rows_of(self, node: fx.Node, value: Any) -> int:
-        dim = self._dims.get(node)
-        if dim is None or node in self._dims.folded or not isinstance(value, Tensor):
+        """The number of rows in a value; 0 if it is not known."""
+        if not isinstance(value, Tensor):
             return 0
-        return value.size(dim) if value.dim() > dim else 0
+        [found] = self._found.get(node, [_Unknown])
+        if _has_rows(found):
+            return value.size(found[1]) // found[0]
+        dim = None if node in self._dims.folded else self._dims.get(node)
+        return value.size(dim) if dim is not None and value.dim() > dim else 0
 
     def _arriving(self, node: fx.Node, value: Any, k: int, leaf: Any) -> Any:
         """The place of the rows in a leaf of a value of another stage, or of a layer."""
         if not isinstance(leaf, Tensor):
             if node in self._dims.counts and leaf == self._rows:
-                return _Other(len(self._order))
+                return _Other(self._rows + _OTHERS)
             numbers = [x for x in (leaf if isinstance(leaf, tuple) else (leaf,)) if type(x) is int]
             return _Unknown if any(x and x % self._rows == 0 for x in numbers) else _WHOLE
         if node not in self._dims:
             return _WHOLE
-        if not _is_plain(leaf):
+        found = self._found[node][k] if node in self._found else _Unknown
+        if _has_rows(found):
+            return self._in_dim(leaf, *found)
+        later = node.op == "call_module" and (k or isinstance(value, dict))  # output of a layer
+        if later or node in self._dims.folded:
             return _Unknown
-        place = None if node in self._dims.folded else (1, self._dims[node], False)
-        if node.op == "call_module":
-            if k or isinstance(value, dict):
-                return _Unknown
-            given = (x for source in node.all_input_nodes for x in self._leaves.get(source, ()))
-            place = next(filter(_has_rows, given), place)
-        if place is None:
+        return self._in_dim(leaf, 1, self._dims[node])
+
+    def _in_dim(self, leaf: Any, entries: int, dim: int | None, inner: bool = False) -> Any:
+        """The place of rows in a dim of a leaf, if it is as long as they are."""
+        if not (isinstance(leaf, Tensor) and _is_plain(leaf)) or dim is None or dim >= leaf.dim():
             return _Unknown
+        place = entries, dim % leaf.dim(), inner
+        return place if leaf.size(dim) == entries * self._rows else _Unknown
+
+    def _after_layer(
+        self, node: fx.Node, layer: Any, args: Any, kwargs: Any, result: Any
+    ) -> Sequence[Any]:
+        """The places of the rows in the leaves of what a layer returns."""
+        leaves = tree_flatten(result).leaves
+        if node not in self._dims:
+            return [_WHOLE] * len(leaves)
+        given = (self._leaves[x][0] for x in node.all_input_nodes if self._leaves[x])
+        place = next((x for x in given if x is _Unknown or _has_rows(x)), _Unknown)
+        if place is _Unknown:
+            return [_Unknown] * len(leaves)
         entries, dim, inner = place
-        if dim is None or leaf.dim() <= dim or leaf.size(dim) != entries * self._rows:
-            return _Unknown
-        return entries, dim % leaf.dim(), inner
+        mixed = mixed_by(layer, args, kwargs)
+        if mixed is not None and dim == mixed.dim % len(mixed.shape):
+            what = f"moves the rows into dim {dim}, which {type(layer).__name__} mixes"
+            raise across_rows(node.meta["line"], what)
+        dims: dict[int, int] = {} if isinstance(result, dict) else {0: dim}
+        if isinstance(layer, nn.RNNBase):
+            dims |= {k: leaf.dim() - 2 for k, leaf in enumerate(leaves) if k}  # of states
+        elif isinstance(layer, nn.MultiheadAttention):
+            dims[1] = 0  # of weights
+        return [self._in_dim(leaf, entries, dims.get(k), inner) for k, leaf in enumerate(leaves)]
 
     def _tried(
         self,
         node: fx.Node,
         run: Callable[..., Any],
         values: Mapping[fx.Node, Any],
-        chosen: Mapping[fx.Node, Any],
+        trials: Sequence[Mapping[fx.Node, Any]],
         result: Any,
     ) -> Sequence[Any]:
         """Return the places of the rows in the leaves of a result, found by another run."""
@@ -163,10 +199,9 @@ class RowTrial:
         reduced = [x for x, each in places.items() if any(map(_is_reduced, each))]
         if reduced and any(map(_has_rows, every)):
             raise over_all_rows(reduced[0], node)
-        args, kwargs = filled((node.args, node.kwargs), chosen.__getitem__)
         try:
             with torch.no_grad(), WithoutDraws():
-                part = tree_flatten(run(*args, **kwargs))
+                part = tree_flatten(_first_that_runs(node, run, trials))
         except AboutToDraw:
             return [self._place_of_like(leaf, values) for leaf in flat.leaves]
         except Exception as error:
@@ -204,14 +239,12 @@ class RowTrial:
             return None if leaf.dim() else _Other(part)
         others = [k for k, (x, y) in enumerate(zip(leaf.shape, part.shape, strict=False)) if x != y]
         entries = leaf.size(others[0]) // self._rows if others else 0
-        if len(others) != 1 or part.size(others[0]) != entries * len(self._order):
+        count = self._rows + _OTHERS
+        if len(others) != 1 or part.size(others[0]) != entries * count:
             return None
-        count = len(self._order)
-        known = range(count) if self._rows > 1 else [1]  # the halves have results of their own
         for inner in (False, True):
             cut = entries, others[0], inner
-            expected = few_of(leaf, cut, self._rows, [self._order[k] for k in known])
-            if same(expected, few_of(part, cut, count, known), close=True):
+            if same(leaf, few_of(part, cut, count, range(1, self._rows + 1)), close=True):
                 return cut
         return None
 
@@ -236,13 +269,33 @@ def _is_plain(tensor: Tensor) -> bool:
     return strided and type(tensor) in (Tensor, nn.Parameter)
 
 
-def _between_halves(row: Tensor, cut: Cut) -> Tensor:
-    """A single row between others, which a step that can compute with it should allow.
-
-    It is not in the middle, where it would stay if the rows were turned around.
-    """
+def _beside_others(leaf: Tensor, cut: Cut, rows: int, *, far: bool) -> Tensor:
+    """The rows, one place further on, between others that are far from them or equal to one."""
     _, dim, inner = cut
-    return torch.stack([row / 2, row, row / 2, row / 2], dim + inner).flatten(dim, dim + 1)
+    by_rows = leaf.detach().unflatten(dim, (-1, rows) if inner else (rows, -1))
+    before = after = by_rows.narrow(dim + inner, 0, 1)
+    if far and leaf.dtype == torch.bool:
+        before = after = ~before
+    elif far and (leaf.is_floating_point() or leaf.is_complex()):
+        before, after = _FAR * before, -_FAR / 4 * after  # one is positive, and so is their sum
+    elif far:
+        before = after = torch.zeros_like(before)
+    return torch.cat([before, by_rows, after, after], dim + inner).flatten(dim, dim + 1)
+
+
+def _first_that_runs(
+    node: fx.Node, run: Callable[..., Any], trials: Sequence[Mapping[fx.Node, Any]]
+) -> Any:
+    """Run a step on rows beside others far from them or, if that raises, beside equal ones."""
+    far, equal = (filled((node.args, node.kwargs), trial.__getitem__) for trial in trials)
+    try:
+        args, kwargs = far
+        return run(*args, **kwargs)
+    except AboutToDraw:
+        raise
+    except Exception:
+        args, kwargs = equal
+        return run(*args, **kwargs)
 
 
 def _has_rows(place: Any) -> bool:

@@ -39,6 +39,10 @@ class TracedCall:
     def of(self, value: Any) -> int | None:
         return self._dims.get(value) if isinstance(value, fx.Node) else None
 
+    def depends(self, value: Any) -> bool:
+        """Return whether an argument depends on the rows."""
+        return isinstance(value, fx.Node) and value in self._dims
+
     def at(self, position: int, *names: str, default: Any = None) -> Any:
         for name in names:
             if name in self.kwargs:
