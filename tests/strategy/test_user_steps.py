@@ -219,17 +219,21 @@ def test_no_hook_stays_on_the_layers(tmp_path: Path) -> None:
 
 # torch's; on Python 3.14 and later it is "not supported" instead of "deprecated".
 @pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is (deprecated|not supported)")
-def test_scripted_layers(tmp_path: Path) -> None:
-    """They take no hooks."""
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_scripted_layers(tmp_path: Path, schedule: Any) -> None:
+    """They take no hooks, and their buffers are in no dict: 1F1B raised an AttributeError."""
 
     def build() -> Classifier:
         model = Classifier()
+        model.layers[2].register_buffer("scale", torch.ones(()))
         model.layers[2] = torch.jit.script(model.layers[2])
         return model
 
     plain = fitted(tmp_path, build=build)
 
-    assert_same_weights(fitted(tmp_path, strategy(), build=build, devices=2), plain)
+    made = GPipeStrategy([2, 4], chunks=3, schedule=schedule)
+
+    assert_same_weights(fitted(tmp_path, made, build=build, devices=2), plain)
 
 
 # Evaluation.

@@ -44,7 +44,7 @@ class Holder(NamedTuple):
         """The attributes that a class or a user set, by name."""
         if self.prefix:
             return self.slots
-        slots = self.slots.copy()  # another thread may set one meanwhile
+        slots = dict(self.slots)  # another thread may set one meanwhile
         return {name: value for name, value in slots.items() if name not in _INTERNAL}
 
 

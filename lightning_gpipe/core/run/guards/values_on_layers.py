@@ -148,7 +148,10 @@ class ValuesOnLayers:
 def _values(place: _Place) -> list[Any]:
     """Return the numbers and tensors in a place, which may have no value yet."""
     slots, name = place
-    value = slots.get(name)
+    try:
+        value = slots[name]  # the buffers of a scripted module have no get()
+    except KeyError:
+        return []
     if isinstance(value, bool | int | float | str):
         return [value]
     tensors = [item for item in within(value, largest=_LARGE) if isinstance(item, Tensor)]
