@@ -11,10 +11,12 @@ from types import FrameType
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd import Function
 
 # Neither PyTorch's code nor this package's is the user's, nor is Python's own.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen")
 _CHECKPOINT = torch.utils.checkpoint.__file__
+_APPLY = Function.apply.__code__
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
@@ -38,6 +40,19 @@ def checkpointed_line() -> str:
     while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
         frame = frame.f_back
     return _innermost(frame)
+
+
+def autograd_function() -> str:
+    """Return the call of the autograd function whose forward runs now; empty outside of one.
+
+    PyTorch's activation checkpointing is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    if frame is None or frame.f_locals["cls"] is torch.utils.checkpoint.CheckpointFunction:
+        return ""
+    return f"{frame.f_locals['cls'].__name__}.apply() at {_innermost(frame)}"
 
 
 def line_of(error: BaseException) -> str:

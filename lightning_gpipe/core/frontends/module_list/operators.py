@@ -65,6 +65,15 @@ def needs_value(func: Callable[..., Any], line: str) -> NotRecordable:
     )
 
 
+def loses_backward(function: str) -> NotRecordable:
+    """Return the error for an autograd function, given its call."""
+    return NotRecordable(
+        "an autograd function must be called in a block of a pipeline, or before the first one or "
+        f"after the last: got {function} between two blocks, where the operators of its forward "
+        "are recorded, without its backward. Call it in the forward of a block."
+    )
+
+
 def refused(func: Callable[..., Any], line: str, why: str) -> NotRecordable:
     """Return the error for an operator that cannot run in micro-batches."""
     if why == _NEEDS_VALUE:

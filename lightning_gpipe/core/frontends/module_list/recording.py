@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.faithful import record
-from lightning_gpipe.core.frontends.lines import current_line
+from lightning_gpipe.core.frontends.lines import autograd_function, current_line
 from lightning_gpipe.core.frontends.module_list import operators
 from lightning_gpipe.core.frontends.module_list.forward_state import CallState, ForwardState
 from lightning_gpipe.core.frontends.module_list.rehearsal.learning import (
@@ -156,7 +156,7 @@ class LoopRecording:
         line, name = current_line(), operators.title(func)
         if self.end_reason:
             raise RuntimeError(f"{self.end_reason} {name} at {line} uses what they return.")
-        self.state.check(self.device, line)
+        self._check_state(line)
         assert self._latest is not None, "a block is called before there is a placeholder"
         stage, device = self._latest.stage, self._latest.device
         target = operators.in_place(func, args, kwargs)
@@ -182,7 +182,14 @@ class LoopRecording:
             return target
         return result
 
+    def _check_state(self, line: str) -> None:
+        if self.state.grad and not torch.is_grad_enabled() and (function := autograd_function()):
+            raise operators.loses_backward(function)
+        self.state.check(self.device, line)
+
     def needs_value(self, func: Callable[..., Any]) -> RuntimeError:
+        if self.state.grad and (function := autograd_function()):
+            return operators.loses_backward(function)
         return operators.needs_value(func, current_line())
 
     def answer(self, entry: TapeEntry, arguments: tuple[Any, Any]) -> Any:

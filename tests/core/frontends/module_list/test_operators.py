@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.pipeline import GPipe
 from tests.support.loops import LENGTH, WIDTH, Around, looped, states
-from tests.support.models import assert_same_step
+from tests.support.models import assert_same, assert_same_step
 
 ROWS = 7
 
@@ -200,19 +201,54 @@ def test_result_that_is_used_after_a_loop_that_failed():
             kept[0].sum()
 
 
-def test_autograd_function_between_blocks_is_refused_if_there_are_gradients():
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            return gradients[0] * 5
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
 
-    model = Around(at(2, Doubled.apply))
-    with looped(model), pytest.raises(RuntimeError, match="grad mode from True to False"):
+
+class ReversedInput(Reversed):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+
+reverse = Reversed.apply  # as the documentation of PyTorch writes it
+
+
+@pytest.mark.parametrize("function", [reverse, ReversedInput.apply, lambda x: Reversed.apply(x)])
+def test_autograd_function_between_blocks_is_refused_if_there_are_gradients(function: Any):
+    """It was said that the forward changes the grad mode, or needs a value."""
+    plain = Around(at(2, function))
+    model = copy.deepcopy(plain)
+    with looped(model):
+        with pytest.raises(RuntimeError, match=r"got Reversed\w*\.apply\(\) at .*\.py:\d+ between"):
+            model(states())
+        with torch.no_grad():
+            assert_same(model(states()), plain(states()))
+
+
+def test_reentrant_checkpoint_between_blocks_is_refused():
+    """It is an autograd function, but should be left out."""
+    model = Around(at(2, lambda x: checkpoint(torch.relu, x, use_reentrant=True)))
+    with looped(model), pytest.raises(RuntimeError, match="leave it out"):
         model(states())
+
+
+def test_autograd_function_in_a_block():
+    class Reversing(nn.Module):
+        def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+            return reverse(x)
+
+    plain = Around(at(9, added))
+    plain.blocks[2] = Reversing()
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states())
 
 
 def attention(x: Tensor) -> Tensor:
