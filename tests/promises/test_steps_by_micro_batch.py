@@ -497,6 +497,34 @@ def test_model_that_loops_over_its_layers(threads: bool) -> None:
     assert_same(gradients(model), gradients(plain))
 
 
+class Keeping(Looping):
+    """Keeps the states between its layers, too."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        self.states = []
+        for layer in self.layers:
+            x = layer(x)
+            self.states.append(x)
+        return self.head(x)
+
+
+@with_and_without_threads
+def test_states_that_a_forward_leaves_on_itself(threads: bool) -> None:
+    """Those of a later micro-batch were there, and the loss was said to mix rows between blocks."""
+    module = Keeping().double()
+    model = GPipe(module, [2, 2], module="layers", devices=["cpu"] * 2, chunks=4, threads=threads)
+
+    def step(ids: Tensor) -> Tensor:
+        output = model(ids).square().mean()
+        return output + sum(x.square().mean() for x in module.states)
+
+    with pytest.raises(RuntimeError, match="Let the forward return what the loss needs.*square"):
+        model.by_micro_batch(step, torch.arange(9))
+    step(torch.arange(9)).backward()
+    model.close()
+
+
 class Then(nn.Module):
     """Calls a function, and returns its input."""
 

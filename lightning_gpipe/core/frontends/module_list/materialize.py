@@ -18,6 +18,11 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import TensorLeaf
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder, become
 from lightning_gpipe.core.programs import Program, Step, Value
 
+_NOT_RUN = (
+    "The pipeline of these blocks has not run yet: with a loss for each micro-batch, a module has "
+    "what the forward left there for the latest one. Let the forward return what the loss needs, "
+    "or write schedule='fill_drain'."
+)
 _PROGRAMS = 8  # in memory of a tape: one for each choice of values that the forward keeps
 
 
@@ -31,6 +36,7 @@ def run_recorded(recording: LoopRecording, run: RunProgram, stages: range, n: in
     inputs = (recording.inputs[number] for number in program.inputs)
     arguments = [tensor if reading else whole(tensor) for tensor, reading in inputs]
     recording.remember()  # even if the outputs are for another process, and the code ends here
+    recording.end_reason = _NOT_RUN
     # A checkpoint around the last block would run it again in backward, outside of its pipeline.
     with without_checkpointing(), running():
         values = run(program, arguments, chunks=1 if recording.samples.single else None)
