@@ -444,6 +444,15 @@ def test_lists_that_cannot_be_cut(pipe: Pipe) -> None:
         pipeline.by_micro_batch(lambda b: pipeline(b["x"]).mean(), batch)
 
 
+def test_parts_of_a_batch_with_rows_of_their_own(pipe: Pipe) -> None:
+    """The error said to give each micro-batch one of them whole, such as all labelled rows."""
+    pipeline = pipe(perceptron())
+    batch = {"labelled": rows(4), "unlabelled": rows(12)}
+    with pytest.raises(ValueError, match="in dim 0: got") as error:
+        pipeline.by_micro_batch(lambda b: pipeline(torch.cat([*b.values()])).mean(), batch)
+    assert "write schedule='fill_drain', which cuts only the input" in error.value.__notes__[0]
+
+
 def test_zero_bubble(pipe: Pipe) -> None:
     """Stage j is j micro-batches late with the weights, and holds no more than n of them."""
     plain = perceptron(6)

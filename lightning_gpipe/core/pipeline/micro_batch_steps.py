@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import Division, copy_marks, map_tensors, tree_flatten
+from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.run import Losses, greenlets
 from lightning_gpipe.core.schedules import (
@@ -18,6 +19,12 @@ from lightning_gpipe.core.schedules import (
     as_block,
     check_by_micro_batch,
     schedule_for,
+)
+
+_FILL_DRAIN = (
+    "raised when the batch was cut for a loss for each micro-batch. If its parts have rows of "
+    "their own, such as labelled and unlabelled ones, write schedule='fill_drain', which cuts only "
+    "the input of the layers."
 )
 
 StepSchedule = ByMicroBatch | Sequence[Sequence[int]]  # the user's, by its name or written out
@@ -67,7 +74,11 @@ class MicroBatchStepping:
                 "the model itself to evaluate."
             )
         pipeline = self._pipeline
-        pieces = pipeline.microbatching.split(batch, pipeline.chunks)
+        try:
+            pieces = pipeline.microbatching.split(batch, pipeline.chunks)
+        except ValueError as error:
+            add_note(error, _FILL_DRAIN)
+            raise
         if len(pieces) > 1:
             _refuse_uncut(batch, pipeline.microbatching.division([batch]))
         division = pipeline.microbatching.division(pieces)
