@@ -121,8 +121,20 @@ def test_gradients_stay_apart_from_one_another(pipeline: GPipe) -> None:
 def test_differentiating_twice_is_refused(pipeline: GPipe) -> None:
     x = rows(7)
 
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice.*create_graph=True"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice.*for layer in self"):
         torch.autograd.grad(pipeline(x).sum(), x, create_graph=True)
+
+
+def test_gradient_penalty_of_layers_one_by_one(pipeline: GPipe, plain: nn.Sequential) -> None:
+    """The error says to compute it so, beside the pipeline."""
+    for model in (pipeline, plain):
+        h = x = rows(7)
+        for k in range(len(model)):
+            h = model[k](h)
+        [gradient] = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
+        (model(rows(7)).exp().mean() + gradient.square().sum(1).mean()).backward()
+
+    assert_same(gradients(pipeline), gradients(plain))
 
 
 @every_mode

@@ -39,8 +39,9 @@ from lightning_gpipe.core.run.minibatch import MiniBatch
 Compute = Callable[[Sequence[Tensor | None]], Iterable[Tensor | None]]
 
 _TWICE = (
-    "a pipeline cannot be differentiated twice: got a backward with create_graph=True. Compute "
-    "what needs it, such as a gradient penalty, on the plain module."
+    "a pipeline cannot be differentiated twice: got a backward with create_graph=True. For what "
+    "needs it, such as a gradient penalty, run the layers one by one: for layer in self.layers: "
+    "x = layer(x)."
 )
 _AGAIN = (
     "backward must run once through a pipeline's output: got a second one. The first frees the "

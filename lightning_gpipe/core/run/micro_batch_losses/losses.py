@@ -196,8 +196,8 @@ def with_known_gradients(
     backward = BackwardOnce(
         partial(_scaled, list(gradients), seed, streams),
         "a loss for each micro-batch cannot be differentiated twice: got a backward with "
-        "create_graph=True. Compute what needs it, such as a gradient penalty, with "
-        "schedule='fill_drain' on the plain module.",
+        "create_graph=True. For what needs it, such as a gradient penalty, run the layers one by "
+        "one in training_step: for layer in self.layers: x = layer(x).",
         "backward must run once through the loss of a step: got a second one, and the first "
         "has handed the gradients over. Run the step again.",
     )
