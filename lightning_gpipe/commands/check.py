@@ -20,10 +20,12 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import import_object  # type: ignore[attr-defined, unused-ignore]
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gpipe.commands.fit import fit_one_step
+from lightning_gpipe.core.frontends import candidates, module_at
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify import verify
 from lightning_gpipe.strategy import GPipeStrategy
@@ -79,6 +81,8 @@ def _parser() -> ArgumentParser:
 
 def _check_model(options: Namespace) -> None:
     model = import_object(options.model)(**options.init)
+    if isinstance(model, LightningModule) and not is_overridden("forward", model):
+        _add_forward(model, options)
     stages = options.stages
     if isinstance(options.balance, list):
         stages = len(options.balance) + isinstance(options.balance[0], str)
@@ -94,6 +98,23 @@ def _check_model(options: Namespace) -> None:
             parity = verify(pipeline.train(training), *inputs)
             print(f"in {'training' if training else 'evaluation'}, {parity}")
             parity.check()
+
+
+def _add_forward(model: LightningModule, options: Namespace) -> None:
+    """Let a model without a forward call the module of the options with the input."""
+    module = None if options.module is None else module_at(model, options.module)
+    if module is None or (isinstance(module, nn.ModuleList) and options.input is not None):
+        calls = "".join(
+            f", or --module {path}, to call it with the input"
+            for path, each in candidates(model).items()
+            if isinstance(each, nn.Sequential)
+        )
+        raise TypeError(
+            f"a model that is checked must have a forward: got {type(model).__name__}, whose "
+            "training_step alone says how its layers are called. Write --config file.yaml, to run "
+            f"a batch of its data{calls}."
+        )
+    vars(model)["forward"] = module.__call__
 
 
 def _input(sizes: str, below: int | None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
@@ -87,6 +88,44 @@ def test_what_stands_in_the_way_of_a_trace(capsys: pytest.CaptureFixture[str]) -
 
     found = capsys.readouterr().out
     assert re.search(r"across the rows .*test_check.py:\d+ computes mean along dim 0", found)
+
+
+class Steps(LightningModule):
+    """Has no forward: its steps call the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+def test_lightning_module_without_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the README raised a NotImplementedError."""
+    assert check([f"{HERE}.Steps", "--module=layers", "--input=4"]) == 0
+
+    first, second, training, evaluation = capsys.readouterr().out.splitlines()
+    assert (first, second) == (
+        "stage 0: layers 0..1, 20 parameters",
+        "stage 1: layer 2, 10 parameters",
+    )
+    assert training.startswith("in training, verified: ")
+    assert evaluation.startswith("in evaluation, verified: ")
+
+
+@pytest.mark.parametrize("options", [[], ["--input=4"], ["--module=blocks", "--input=4"]])
+def test_forward_that_is_missing(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    assert check([f"{HERE}.Steps", *options]) == 1
+
+    found = capsys.readouterr().out
+    assert "a model that is checked must have a forward: got Steps" in found
+    ways = "--config file.yaml, to run a batch of its data, or --module layers, to call it with"
+    assert f"Write {ways} the input." in found
+
+
+def test_blocks_of_a_lightning_module_without_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([f"{HERE}.Steps", "--module=blocks"]) == 0
+
+    assert "stage 1: blocks.1, 20 parameters" in capsys.readouterr().out
 
 
 TRANSFORMER = ["torch.nn.Transformer", "--stages=2"]
