@@ -28,34 +28,31 @@ def stage_table(
             1  cuda:1    3..6       4  Block x2, Norm, Linear      419,172  50.6%
 
     Layers with names are listed by them. A parameter that stages share counts for the first of
-    them, as it does for the balance. Measured costs are further columns.
+    them, as it does for the balance. Measured costs take the place of kinds and shares: a console
+    of 80 columns has no space for all.
     """
     rows = [(layout, j) for layout in layouts for j in range(layout.n)]
     costs = parameter_costs(x for layout, j in rows for x in layout.partitions[j].layers)
     sizes = sums_of(costs, [len(layout.partitions[j].layers) for layout, j in rows])
     skips = any(layout.routes for layout in layouts)
     right = partial(Column, justify="right", no_wrap=True)
-    folded = partial(Column, overflow="fold")  # in a narrow console these two become narrower
-    layers, kinds = right("layers"), folded("kinds")
-    table = Table(right("stage"), Column("device", no_wrap=True), layers, right("number"), kinds)
-    titles = (time_unit(measured[0].unit), "MiB") if measured else ()
-    for name in ("parameters", "share", *titles):
-        table.add_column(name, justify="right", no_wrap=True)
-    if skips:
-        table.add_column("skips to", overflow="fold")
+    folded = partial(Column, overflow="fold")  # in a narrow console these become narrower
+    layers = folded("layers", justify="right")
+    columns = [right("stage"), Column("device", no_wrap=True), layers, right("number")]
+    if measured:
+        columns += map(right, ("parameters", time_unit(measured[0].unit), "MiB"))
+    else:
+        columns += [folded("kinds"), right("parameters"), right("share")]
+    table = Table(*columns, *([folded("skips to")] if skips else []))
     for (layout, j), parameters in zip(rows, sizes, strict=True):
         partition = layout.partitions[j]
-        table.add_row(
-            str(j),
-            layout.where(j),
-            partition.span,
-            f"{len(partition.layers)}",
-            _kinds(partition.layers),
-            f"{parameters:,}",
-            f"{parameters / max(sum(sizes), 1):.1%}",
-            *(_cells(measured[len(table.rows)]) if measured else ()),
-            *(["\n".join(_leaving(layout, j, skip_bytes))] if skips else []),
-        )
+        cells = [str(j), layout.where(j), partition.span, f"{len(partition.layers)}"]
+        if measured:
+            cells += [f"{parameters:,}", *_cells(measured[len(table.rows)])]
+        else:
+            share = parameters / max(sum(sizes), 1)
+            cells += [_kinds(partition.layers), f"{parameters:,}", f"{share:.1%}"]
+        table.add_row(*cells, *(["\n".join(_leaving(layout, j, skip_bytes))] if skips else []))
     return table
 
 

@@ -1,4 +1,5 @@
 import io
+from collections.abc import Sequence
 from textwrap import dedent
 
 import pytest
@@ -7,6 +8,7 @@ from rich import box
 from rich.console import Console
 from torch import nn
 
+from lightning_gpipe.core.balance import StageCosts
 from lightning_gpipe.core.layout import lay_out
 from lightning_gpipe.core.layout.partition import Partition, cut
 from lightning_gpipe.core.pipeline import GPipe
@@ -15,8 +17,14 @@ from tests.support.pipes import Pipe
 from tests.support.skip_layers import pair
 
 
-def drawn(partitions: list[Partition], devices: list[str], width: int = 100) -> str:
-    table = stage_table([lay_out(partitions, [torch.device(device) for device in devices])], {})
+def drawn(
+    partitions: list[Partition],
+    devices: list[str],
+    width: int = 100,
+    measured: Sequence[StageCosts] = (),
+) -> str:
+    layout = lay_out(partitions, [torch.device(device) for device in devices])
+    table = stage_table([layout], {}, measured)
     table.box = box.ASCII2
     console = Console(width=width)
     with console.capture() as capture:
@@ -50,6 +58,26 @@ def test_titles_are_whole_in_a_narrow_console() -> None:
 
     assert "| stage | device | layers | number | kinds" in text
     assert "| parameters | share |" in text
+
+
+def test_measured_costs_in_a_narrow_console() -> None:
+    """They left one letter for the kinds in 80 columns, and a stage took eight lines."""
+    layers = tuple(nn.Linear(1999, 1999) for _ in range(4))
+    names = tuple(f"encoder.layers.{k}" for k in range(4))
+    partitions = [Partition(j // 2, j, layers[j : j + 2], names[j : j + 2]) for j in (0, 2)]
+
+    text = drawn(partitions, ["cuda:0", "cuda:1"], 80, [StageCosts(1.5, 2e9, "s")] * 2)
+
+    assert text == dedent("""\
+        +-------+--------+------------------+--------+------------+----------+---------+
+        | stage | device |           layers | number | parameters |       ms |     MiB |
+        +-------+--------+------------------+--------+------------+----------+---------+
+        |     0 | cuda:0 | encoder.layers.0 |      2 |  7,996,000 | 1,500.00 | 1,907.3 |
+        |       |        |              ..1 |        |            |          |         |
+        |     1 | cuda:1 | encoder.layers.2 |      2 |  7,996,000 | 1,500.00 | 1,907.3 |
+        |       |        |              ..3 |        |            |          |         |
+        +-------+--------+------------------+--------+------------+----------+---------+
+    """)
 
 
 def test_parameter_that_stages_share_counts_for_the_first() -> None:
