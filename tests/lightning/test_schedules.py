@@ -3,6 +3,7 @@
 Here are also the tests of ``strategy/micro_batch_steps`` and ``strategy/step_logs``.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchmetrics import (
     MeanMetric,
     MeanSquaredError,
     MetricCollection,
+    RunningMean,
     SumMetric,
 )
 from torchmetrics.classification import MulticlassAccuracy
@@ -33,6 +35,7 @@ from tests.support.lightning_modules import (
     Data,
     assert_same_weights,
     fitted,
+    rows,
     six_layers,
     trainer,
     weights,
@@ -615,6 +618,58 @@ def test_hidden_values_that_a_step_leaves(tmp_path: Path) -> None:
     [message] = [str(each.message) for each in caught if "leave nothing" in str(each.message)]
     changed = "self.layers.0.weight, self.losses, self.mean, self.meter, self.total."
     assert f"each has changed {changed}" in message
+
+
+class Averaging(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.mean(loss.detach())
+        self.log("mean of the epoch", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("number, exact", [(20, True), (18, False), (22, False)])
+def test_mean_of_losses(tmp_path: Path, number: int, exact: bool) -> None:
+    """Batches of 8, 8, and the rest: it is exact where all make four equal micro-batches.
+
+    It was warned of then, too.
+    """
+    loader = DataLoader(rows(number, seed=1), batch_size=8)
+    made = trainer(tmp_path, max_epochs=1), trainer(tmp_path, max_epochs=1, **piped())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in made:
+            torch.manual_seed(0)
+            each.fit(Averaging(), loader)
+
+    found = [str(each.message) for each in caught if "must leave nothing" in str(each.message)]
+    plain, gpipe = (each.callback_metrics["mean of the epoch"] for each in made)
+    assert ["has changed self.mean." in message for message in found] == ([] if exact else [True])
+    assert torch.isclose(plain, gpipe, rtol=1e-6) == exact
+
+
+class Recent(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = RunningMean(window=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.recent.update(loss.detach())
+        return loss
+
+
+def test_running_mean_of_losses(tmp_path: Path) -> None:
+    """Its window would be of micro-batches."""
+    loader = DataLoader(rows(8, seed=1), batch_size=8)
+
+    with pytest.warns(UserWarning, match=r"has changed self\.recent\.base_metric\."):
+        trainer(tmp_path, max_epochs=1, **piped()).fit(Recent(), loader, loader)
 
 
 def test_verification_writes_to_no_logger(tmp_path: Path) -> None:
