@@ -48,7 +48,8 @@ class CollectedLogs:
         self._calls: dict[str, list[dict[int, Arguments]]] = {}
 
     def collecting(self) -> Manager:
-        return Journal().changed([(vars(self._module), "log", self)])
+        # A method, since what an object in an attribute holds is state of the module.
+        return Journal().changed([(vars(self._module), "log", self.__call__)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if in_layers():

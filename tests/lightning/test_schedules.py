@@ -672,6 +672,24 @@ def test_running_mean_of_losses(tmp_path: Path) -> None:
         trainer(tmp_path, max_epochs=1, **piped()).fit(Recent(), loader, loader)
 
 
+class Scheduled(Embedded):
+    """Scales its loss by a counter; logs, and has a metric, which change nothing of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)["loss"] / self.steps
+
+
+def test_counter_in_the_loss_is_named(tmp_path: Path) -> None:
+    """The error told of sums and contrastive losses only."""
+    with pytest.raises(RuntimeError, match="The step changes 'steps', of which each micro-batch"):
+        trainer(tmp_path, **piped()).fit(Scheduled(), Data())
+
+
 def test_verification_writes_to_no_logger(tmp_path: Path) -> None:
     class Writing(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

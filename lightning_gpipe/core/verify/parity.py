@@ -37,9 +37,14 @@ _OF_A_MEAN = (
 )
 _OF_WEIGHTS = f"{LOSS_WEIGHT!r} must be the number of what the loss is a mean over. "
 _OF_A_CONTRAST = (
-    "If it compares the rows of a batch with one another, as contrastive learning does, write "
-    "schedule='fill_drain'."
+    "If it compares the rows of a batch with one another, as contrastive learning does, or draws "
+    "from a generator that it seeds itself, write schedule='fill_drain'."
 )
+_OF_STATE = (
+    "The step changes {}, of which each micro-batch finds what the last one left: if the loss "
+    "depends on it, write schedule='fill_drain'. "
+)
+_NAMES = 8
 _REPEAT = (
     "The results depend on what an earlier run left elsewhere than in buffers, attributes and "
     "generators, such as in a global variable, or operators are not deterministic. Keep such state "
@@ -152,21 +157,25 @@ class LossParity(Verdict):
             kinds are "loss" and "gradients".
         summed: Whether the loss of the batch is the sum of the others.
         weighted: Whether the step says the weight of each loss.
+        changed: The names of attributes and buffers around the layers that the step changes.
     """
 
     summed: bool = False
     weighted: bool = False
+    changed: tuple[str, ...] = ()
 
     @override
     def __str__(self) -> str:
         weights = LOSS_WEIGHT if self.weighted else "rows"
+        names = ", ".join(map(repr, self.changed[:_NAMES]))
+        state = _OF_STATE.format(names) if names else ""
         cure = (_OF_WEIGHTS if self.weighted else _OF_A_MEAN) + _OF_A_CONTRAST
         return self._message(
             "a step",
             "the losses of micro-batches must make that of the batch",
             f"a step on the whole batch and one for each of {self.microbatches} micro-batches "
             f"(weighted by {weights})",
-            _OF_A_SUM if self.summed else cure,
+            state + (_OF_A_SUM if self.summed else cure),
         )
 
 

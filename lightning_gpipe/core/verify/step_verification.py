@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import change_tensors
-from lightning_gpipe.core.faithful import Journal, RandomState
+from lightning_gpipe.core.faithful import (
+    AttributeState,
+    BufferState,
+    ForeignGenerator,
+    Journal,
+    Owners,
+    RandomState,
+)
+from lightning_gpipe.core.layout import is_generator
 from lightning_gpipe.core.pipeline import GPipe, StepSchedule
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.verify.compare import perturbed
@@ -89,7 +97,13 @@ def verify_step(
         # If the loss is a sum, that is the cause.
         search = DifferenceSearch(tolerance, reason=None if summed else runs.reason())
         comparison = compare_everywhere(pipeline.only, search, whole, pieces, runs.whole)
-    loss_parity = LossParity(len(runs.losses), *comparison, summed=summed, weighted=runs.weighted)
+    loss_parity = LossParity(
+        len(runs.losses),
+        *comparison,
+        summed=summed,
+        weighted=runs.weighted,
+        changed=tuple(runs.changed),
+    )
     return StepParity(tuple(parities), loss_parity)
 
 
@@ -112,7 +126,8 @@ class StepRuns:
     """Runs of one step on one batch, each from the same state.
 
     ``losses`` has the loss of each micro-batch, none if the step skips the batch, and ``weighted``
-    is True if the step has returned its weight.
+    is True if the step has returned its weight. ``changed`` names what it changes around the
+    layers: attributes and generators of ``around`` itself, not of metrics in it, and all buffers.
     """
 
     pipeline: GPipe
@@ -136,6 +151,7 @@ class StepRuns:
         self.devices = self.pipeline.layout.devices
         self.losses: list[float] = []
         self.weighted = False
+        self.changed: list[str] = []
         self._even = False  # whether all micro-batches have equally many rows
         self._drew = False
 
@@ -161,7 +177,9 @@ class StepRuns:
             if perturb:
                 stack.enter_context(perturbed(self.pipeline))
             before = RandomState.capture(self.devices)
+            changed = self._changes()
             loss, _ = loss_and_weight(self.step(self._copy()))
+            self.changed = changed()
             run = self._run(loss)
             self._drew = bool(before.differences())
             return run
@@ -179,6 +197,29 @@ class StepRuns:
             if module not in same and (way := of_micro_batches(module))
         ]
         return "; ".join([*reasons[:1], *[_DRAWS] * self._drew]) or None
+
+    def _changes(self) -> Callable[[], list[str]]:
+        """Return a function that returns what has changed around the layers since, by name."""
+        layers = {module for stage in self.pipeline.stages for module in stage.modules}
+        names = {module: f"{name}." if name else "" for name, module in self._names}
+        outside = [module for module in names if module not in layers]
+        buffers = BufferState(outside, edited=())
+        owners = Owners(() if self.around is None else (self.around,))
+        attributes = AttributeState(owners, owners.values() or (), frozenset())
+        held = [
+            (holder.module, holder.prefix + name, ForeignGenerator.of(value))
+            for holder in owners.holders
+            for name, value in holder.held.items()
+            if is_generator(value)
+        ]
+        generators = RandomState.of([generator for *_, generator in held])
+
+        def changed() -> list[str]:
+            drawn = {held[k][:2] for k, _ in generators.changes()}
+            slots = buffers.changed | attributes.changed | drawn
+            return sorted({names[module] + name for module, name in slots})
+
+        return changed
 
     def _copy(self) -> Any:
         return change_tensors(self.batch, torch.clone)

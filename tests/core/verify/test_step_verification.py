@@ -118,6 +118,44 @@ def test_no_mean(pipe: Pipe, head: nn.Module, criterion: Criterion, cure: str) -
     assert "schedule='fill_drain'" in message
 
 
+class Stateful(nn.Linear):
+    """A head whose output depends on what earlier calls have left."""
+
+    centre: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(4, 3, dtype=torch.float64)
+        self.kind = kind
+        self.calls = 0
+        self.seen: list[Tensor] = []
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        match self.kind:
+            case "calls":
+                self.calls += 1
+                return y / self.calls
+            case "seen":
+                self.seen.append(y.detach().mean())
+                return y / len(self.seen)
+            case "centre":
+                self.centre.lerp_(y.detach().mean(0), 0.5)
+                return y - self.centre
+        return y * torch.rand(3, generator=self.generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["calls", "seen", "centre", "generator"])
+def test_state_is_named(pipe: Pipe, kind: str) -> None:
+    """The error told of sums and contrastive losses only."""
+    parity = found(pipe, Stateful(kind), F.cross_entropy)
+
+    assert parity.loss.changed == (kind,)
+    with pytest.raises(RuntimeError, match=rf"changes '{kind}', .*: if the loss depends on it, wr"):
+        parity.check()
+
+
 class Sign(torch.autograd.Function):
     """A gradient that depends on the number of rows, of a loss that does not."""
 

@@ -121,6 +121,17 @@ class AttributeState:
                     self._left += left_in(holder.slots, name)
         return frozenset(slot for slot, _ in changed)
 
+    @property
+    def changed(self) -> set[Slot]:
+        """The attributes that the run has assigned, or whose contents it has changed."""
+        assigned = {
+            (holder.module, holder.prefix + name)
+            for holder, old in self._owners.attributes(self._values)
+            for name, _ in _restored(holder, old, {})
+        }
+        moved = (slot for slot, x, _ in self._contents if x.moved(compared=self._first))
+        return assigned.union(moved)
+
     def restore(self) -> None:
         self.compare(linked=True)
         Journal().write(self._writes)
