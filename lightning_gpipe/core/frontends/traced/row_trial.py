@@ -125,7 +125,7 @@ class RowTrial:
         """The number of rows in a value; 0 if it is not known."""
         if not isinstance(value, Tensor):
             return 0
-        [found] = self._found.get(node, [_Unknown])
+        found = self._found_in(node, 0)
         if _has_rows(found):
             return value.size(found[1]) // found[0]
         dim = None if node in self._dims.folded else self._dims.get(node)
@@ -140,13 +140,17 @@ class RowTrial:
             return _Unknown if any(x and x % self._rows == 0 for x in numbers) else _WHOLE
         if node not in self._dims:
             return _WHOLE
-        found = self._found[node][k] if node in self._found else _Unknown
+        found = self._found_in(node, k)
         if _has_rows(found):
             return self._in_dim(leaf, *found)
         later = node.op == "call_module" and (k or isinstance(value, dict))  # output of a layer
         if later or node in self._dims.folded:
             return _Unknown
         return self._in_dim(leaf, 1, self._dims[node])
+
+    def _found_in(self, node: fx.Node, k: int) -> Any:
+        places = self._found.get(node, ())
+        return places[k] if k < len(places) else _Unknown
 
     def _in_dim(self, leaf: Any, entries: int, dim: int | None, inner: bool = False) -> Any:
         """The place of rows in a dim of a leaf, if it is as long as they are."""
@@ -163,7 +167,7 @@ class RowTrial:
         if node not in self._dims:
             return [_WHOLE] * len(leaves)
         given = (self._leaves[x][0] for x in node.all_input_nodes if self._leaves[x])
-        place = next((x for x in given if x is _Unknown or _has_rows(x)), _Unknown)
+        place: Any = next((x for x in given if x is _Unknown or _has_rows(x)), _Unknown)
         if place is _Unknown:
             return [_Unknown] * len(leaves)
         entries, dim, inner = place

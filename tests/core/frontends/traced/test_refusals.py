@@ -439,6 +439,11 @@ ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
     "pool over transposed rows": lambda x: x + F.avg_pool1d(x.transpose(-1, -2), 3, 1, 1).mT,
     "rotated": lambda x: torch.rot90(x, 2),
     "rolled": lambda x: x.roll(1, 0),
+    "largest from the end": lambda x: x - x.amax(-2),
+    "scaled by the largest": lambda x: x / x.abs().amax((-2, -1)),
+    "smallest and largest": lambda x: x - torch.aminmax(x, dim=-2)[0],
+    "different ones": lambda x: x * x.unique(return_inverse=True)[1],
+    "any": lambda x: x * (x > 0.7).any(-2),
     "all rolled": lambda x: torch.roll(x, 1),
     "strides": lambda x: x + x.as_strided((x.size(0), WIDTH), (0, 1)),
     "trace": lambda x: x * x.trace(),
@@ -504,6 +509,9 @@ def test_rows_mixed_by_any_function(tracing: Tracing, name: str, count: int) -> 
 
 
 APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "moved by dims": lambda x: x.movedim(0, 1).cumsum(0).moveaxis(1, 0),
+    "checked": lambda x: x + F.binary_cross_entropy(x.sigmoid(), x.sigmoid(), reduction="none"),
+    "table": lambda x: x + torch.ones(9, WIDTH).double()[(x.abs().amax(1) * 4).long()],
     "attention": lambda x: (
         (x[:, :, None] @ x[:, :, None].transpose(-2, -1)).softmax(-1) @ x[:, :, None]
     ).squeeze(-1),
@@ -560,6 +568,101 @@ def test_single_rows_are_tried_once(tracing: Tracing) -> None:
         counts.append(cosines.count)
 
     assert counts == [4, 3, 4, 3]
+
+
+class States(nn.Module):
+    """A recurrent layer or attention, and a function of one of its outputs."""
+
+    def __init__(self, layer: nn.Module, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layer = layer
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.layer, self.first(x)))
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+
+def of_all_rows(layer: nn.Module, x: Tensor) -> Tensor:
+    x = x.reshape(-1, WIDTH)
+    return layer(layer(x)).softmax(-2)
+
+
+MIXED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "state": (lstm, lambda lstm, x: x - lstm(x)[1][0][-1].mean(0)),
+    "cell": (lstm, lambda lstm, x: x - lstm(x)[1][1].amax(1)),
+    "weights": (attention, lambda layer, x: x + layer(x, x, x)[1].softmax(0) @ x),
+    "rows as times": (lstm, lambda lstm, x: lstm(x[:, 0][None])[0][0][:, None] + x),
+    "rows as keys": (
+        attention,
+        lambda layer, x: x + layer(*[x.reshape(1, -1, WIDTH)] * 3)[0].view(x.shape),
+    ),
+    "of layers of folded rows": (lambda: nn.Linear(WIDTH, WIDTH), of_all_rows),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("balance", [[3], [1, 1, 1], [2, 1]], ids=str)
+def test_rows_mixed_after_a_layer(tracing: Tracing, name: str, balance: list[int]) -> None:
+    """Only the first output of a layer was known, and none of folded rows or after two layers."""
+    layer, function = MIXED[name]
+    x = rows(7 * 3).view(7, 3, WIDTH)
+
+    with pytest.raises((TypeError, ValueError), match=r"across the rows .*test_refusals.py:\d+"):
+        tracing(States(layer(), function), balance)(x)
+
+
+KEPT: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "state": (lstm, lambda lstm, x: x + lstm(x)[1][0][-1].softmax(-1)[:, None]),
+    "weights": (attention, lambda layer, x: x + layer(x, x, x)[1].softmax(1) @ x),
+    "rows as rows": (
+        lambda: nn.LSTM(WIDTH, WIDTH),
+        lambda lstm, x: (lstm(x.transpose(0, 1))[0] - lstm(x.transpose(0, 1))[1][0]).transpose(
+            0, 1
+        ),
+    ),
+    "times first, with a mask": (
+        lambda: nn.MultiheadAttention(WIDTH, 2),
+        lambda layer, x: x + layer(*[x.transpose(0, 1)] * 3, x[:, :, 0] > 2)[0].mean(0)[:, None],
+    ),
+    "of folded rows": (
+        lambda: nn.Linear(WIDTH, WIDTH),
+        lambda layer, x: layer(layer(x.flatten(0, 1)).softmax(-1)).view(x.shape).cumsum(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("balance", [[3], [1, 1, 1], [2, 1]], ids=str)
+def test_rows_apart_after_a_layer(tracing: Tracing, name: str, balance: list[int]) -> None:
+    layer, function = KEPT[name]
+    plain = States(layer(), function)
+
+    assert_same_run(tracing(plain, balance), plain, rows(7 * 3).view(7, 3, WIDTH))
+
+
+def watches(model: Model, x: Tensor) -> Tensor:
+    x = x * 2
+    x.register_hook(torch.Tensor.double)
+    x.retain_grad()
+    return x
+
+
+def test_hooks_between_layers(tracing: Tracing) -> None:
+    """A trial without gradients cannot have them: "across the rows", said the error."""
+    plain = Model(watches)
+
+    assert_same_run(tracing(plain, 2), plain, rows())
 
 
 def matrices_of_rows(model: Model, x: Tensor) -> Tensor:
