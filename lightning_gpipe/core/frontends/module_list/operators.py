@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,6 +18,7 @@ _NEEDS_VALUE = "needs a value"
 EDITS_OUTSIDE = "edits a tensor in place that was made outside of the blocks"
 EDITS_EARLIER = "edits a tensor in place that an earlier stage has"
 
+_VIEWS = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 _IN_PLACE = frozenset(f"__{name}__" for name in (*IN_PLACE.split(), "setitem"))
 
 
@@ -45,6 +48,18 @@ def in_place(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
 def returning(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return the operator, or one that returns the tensor that it edits."""
     return set_item if getattr(func, "__name__", "") == "__setitem__" else func
+
+
+def for_any_rows(func: Callable[..., Any], args: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
+    """Return the arguments of a view that begins with the number of rows with that left open."""
+    sizes = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    numbers = [x for x in sizes if type(x) is int]
+    if func not in _VIEWS or numbers[:1] != [rows] or len(numbers) < len(sizes):
+        return args
+    x, inner = args[0], numbers[1:]
+    if -1 in inner:
+        inner[inner.index(-1)] = x.numel() // (rows * -math.prod(inner))
+    return x, [-1, *inner]
 
 
 def objection(knowledge: Knowledge, trial: Trial) -> str:

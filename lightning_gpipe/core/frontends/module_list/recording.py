@@ -159,6 +159,7 @@ class LoopRecording:
         self._check_state(line)
         assert self._latest is not None, "a block is called before there is a placeholder"
         stage, device = self._latest.stage, self._latest.device
+        args = operators.for_any_rows(func, args, self.rows)
         target = operators.in_place(func, args, kwargs)
         if isinstance(target, Placeholder):
             if target.recording is self and self.tape.steps[target.number].stage != stage:

@@ -49,6 +49,12 @@ def by_shape(x: Tensor) -> Tensor:
     return x.view(-1, length, 2, width // 2).flatten(2)
 
 
+def by_rows(x: Tensor) -> Tensor:
+    rows, length, width = x.shape
+    x = x.view(rows, length, 2, width // 2).softmax(2).reshape(rows, -1, width)
+    return torch.reshape(x, (rows, 1, -1)).sin().reshape(rows, length, width).view(x.shape)
+
+
 def by_kind(x: Tensor) -> Tensor:
     assert (x.dim(), x.ndim, x.dtype, x.device.type) == (3, 3, torch.float64, "cpu")
     assert x.is_floating_point() and not x.is_complex() and not x.is_cuda
@@ -63,7 +69,7 @@ def with_dropout(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize(
     "function",
-    [added, written, halves, by_shape, by_kind, with_dropout, lambda x: x[..., :] + 0],
+    [added, written, halves, by_shape, by_rows, by_kind, with_dropout, lambda x: x[..., :] + 0],
 )
 def test_operators_run_in_the_stage_before(function: Callable[[Tensor], Any], k: int):
     plain = Around(at(k, function))
@@ -132,7 +138,7 @@ def test_values_that_are_not_known_yet(function: Callable[[Tensor], Any], name: 
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: x.view(ROWS, -1, WIDTH), lambda x: x.expand(ROWS, LENGTH, WIDTH)],
+    [lambda x: x.view(LENGTH, ROWS, WIDTH), lambda x: x.expand(ROWS, LENGTH, WIDTH)],
 )
 def test_number_of_rows_that_a_forward_uses_for_a_number(function: Callable[[Tensor], Any]):
     model = Around(at(2, function))
