@@ -174,8 +174,8 @@ class RowWatch:
         dim = mixed.rows[0] if len(mixed.rows) == 1 else "..."
         where = "another dim" if dim == "..." else f"dim {dim}"
         return message + (
-            f"If the rows of the mini-batch are in {where}, write microbatching=Rows(dim={dim}) for "
-            f"an nn.Sequential.{mixed.cure} Or write chunks=1."
+            f"If the rows of the mini-batch are in {where}, write microbatching=Rows(dim={dim}) "
+            f"for an nn.Sequential.{mixed.cure} Or write chunks=1."
         )
 
 
