@@ -104,7 +104,8 @@ class UserSteps:
         if self._sampled or self._module.global_step:
             return NOTHING
         self._sampled = True
-        begin = partial(FirstBatchVerifier, self._piped.modules, report, sample=True)
+        verifier = partial(FirstBatchVerifier, sample=True, around=self._module)
+        begin = partial(verifier, self._piped.modules, report)
         return Bracket(begin, FirstBatchVerifier.remove)
 
     def _compared(self, step: Callable[[], Any], *, training: bool) -> Any:

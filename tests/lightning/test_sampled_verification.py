@@ -339,6 +339,25 @@ def test_model_that_does_not_repeat_what_it_computes_is_not_verified(tmp_path: P
     trainer(tmp_path, **stepped(), max_steps=1).fit(Growing(), Data())
 
 
+def test_what_hooks_leave_is_put_back(tmp_path: Path) -> None:
+    """A few rows came before those of the first batch."""
+
+    class Collecting(Classifier):
+        seen: list[Tensor]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen = []
+            loss = super().training_step(batch, batch_idx)
+            assert sum(map(len, self.seen)) == len(batch[0])
+            return loss
+
+    model = Collecting()
+    model.layers[0].register_forward_hook(
+        lambda *call: model.seen.append(call[2]) if model.training else None
+    )
+    trainer(tmp_path, **plainly(activation_checkpointing="never"), max_steps=1).fit(model, Data())
+
+
 @pytest.mark.parametrize("model", [Centred, Summed])
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
 def test_single_micro_batch_is_not_verified(

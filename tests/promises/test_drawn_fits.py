@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     # PyTorch, of a layer with such a hook whose input requires no gradient.
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:an output of layers should have a row per sample"),
     # Lightning, of layers that keep eval mode, and of a checkpoint within an epoch.
     pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),

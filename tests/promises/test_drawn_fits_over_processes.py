@@ -30,6 +30,7 @@ from tests.support.vocabulary import DRAWING
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:an output of layers should have a row per sample"),
     pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
     pytest.mark.filterwarnings("ignore:a pipeline does not run the activation checkpointing"),

@@ -32,6 +32,7 @@ OWNERS: dict[int, list[Owners]] = {  # by the number of workers
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:an output of layers should have a row per sample"),
 ]
 
 

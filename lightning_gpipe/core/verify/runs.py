@@ -25,7 +25,6 @@ from lightning_gpipe.core.data import (
     is_whole,
     map_nodes,
     may_have_rows,
-    named_leaves,
 )
 from lightning_gpipe.core.faithful import NOTHING, Context, RandomState, add_note
 from lightning_gpipe.core.run import leaves_behind
@@ -82,7 +81,7 @@ def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None
         mask = {} if by_rows else engine.everywhere(engine.layout.n - 1, compute)
     # Nothing is recorded of the module of a stage, which is never called, and of other processes.
     units = [merged(of_unit) if by_rows and of_unit else None for of_unit in outputs]
-    named = named_leaves(output)
+    named = subject.named(output)
     values = results(subject.module, subject.devices, named, leaves, terms, mask, thin=subject.thin)
     return Run(values, units, microbatches=m, mask=mask)
 
@@ -130,7 +129,7 @@ def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool
         return made
 
     output = subject.walk(x, visit)
-    named = named_leaves(output)
+    named = subject.named(output)
     values = results(subject.module, subject.devices, named, leaves, terms, mask, thin=subject.thin)
     return Run(values, units, frozenset(drew), term_units=term_units)
 

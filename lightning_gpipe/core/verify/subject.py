@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_gpipe.core.data import named_leaves, requires_grad
 from lightning_gpipe.core.layout import Layout, layers_of, stages_of_layers
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.profile import Visit, walk_program
@@ -31,7 +32,7 @@ class VerifiedUnit(NamedTuple):
 class VerifiedProgram:
     """A pipeline and a program of it, in units: layers of an nn.Sequential, or stages.
 
-    If ``thin``, only some elements of each gradient are compared.
+    If ``thin``, only some elements of each gradient are compared, and outputs that may have one.
     """
 
     def __init__(
@@ -59,6 +60,11 @@ class VerifiedProgram:
     def run(self, input: Any) -> Any:
         values, stacked = self._values(input), self.kind == "layer"
         return unpacked(self.pipeline.run_program(self._program, values, stacked=stacked))
+
+    def named(self, output: Any) -> list[tuple[str, Any]]:
+        """Return the leaves of an output that are compared, and their paths."""
+        leaves = named_leaves(output)
+        return [(path, x) for path, x in leaves if not self.thin or requires_grad(x)]
 
     def walk(self, input: Any, visit: Visit) -> Any:
         stages = [self.pipeline.stages[unit.stage] for unit in self.units]

@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import Attributes, Journal, is_traced, without_checkpointing
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Attributes,
+    Journal,
+    Manager,
+    is_traced,
+    without_checkpointing,
+)
 from lightning_gpipe.core.pipeline import GPipe, PipedModule, Pipeline
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.difference import (
@@ -217,7 +224,8 @@ class FirstBatchVerifier:
 
     A module whose forward makes the programs is verified with its whole call, if it is called; not
     where another module loops over its blocks. ``sample``: verify a few rows of an nn.Sequential's
-    input, or of a whole call, and give ``on_result`` only differences.
+    input, or of a whole call, and give ``on_result`` only differences; what hooks on layers leave
+    on ``around``, the caller's module, is put back.
     """
 
     def __init__(
@@ -226,10 +234,12 @@ class FirstBatchVerifier:
         on_result: Callable[[Parity], None],
         *,
         sample: bool = False,
+        around: nn.Module | None = None,
     ) -> None:
         self._modules = modules
         self._on_result = on_result
         self._sample = sample
+        self._around = around
         self._done: set[PipedModule] = set()
         frontends = [piped.frontend for piped in modules if not piped.frontend.takes_batch]
         self._handles = {
@@ -246,6 +256,11 @@ class FirstBatchVerifier:
         for piped in self._modules:
             piped.check = None
 
+    def _isolated(self) -> Manager:
+        if self._around is None:
+            return NOTHING
+        return isolated(self._around.modules(), [piped.pipeline for piped in self._modules])
+
     def _before_call(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
         of_owner = [piped for piped in self._modules if piped.frontend.owner is owner]
         new = [piped for piped in of_owner if piped not in self._done]
@@ -254,7 +269,8 @@ class FirstBatchVerifier:
         self._done.update(new)
         forward = partial(_forward_of, owner)  # installed or not, whichever it is by then
         call = WholeCall(owner, new, forward, args, kwargs)
-        parity = verify_sample(call) if self._sample else verify_call(call)
+        with self._isolated():
+            parity = verify_sample(call) if self._sample else verify_call(call)
         if parity is not None:
             self._handles[owner].remove()
             self._on_result(parity)
@@ -267,7 +283,8 @@ class FirstBatchVerifier:
         if piped not in self._done and _trains(piped.module):
             self._done.add(piped)
             verify = verify_run_sample if self._sample else verify_run
-            parity = verify(piped, program, values)
+            with self._isolated():
+                parity = verify(piped, program, values)
             if parity is not None:
                 self._on_result(parity)
 
