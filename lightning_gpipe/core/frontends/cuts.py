@@ -14,6 +14,9 @@ from torch import Tensor
 
 Cut = tuple[int | None, int, bool]  # the entries per row, 0 without rows; their dim; inner
 
+OTHERS = 3  # rows of beside_others() that are no rows of its argument
+_FAR = 1024.0  # times the first row are others
+
 
 def few_of(tensor: Tensor, cut: Cut, rows: int, few: int | Sequence[int] | None) -> Tensor:
     """Return ``few`` rows of a tensor, by number or indices; all if None, or if it is not cut."""
@@ -26,6 +29,20 @@ def few_of(tensor: Tensor, cut: Cut, rows: int, few: int | Sequence[int] | None)
     by_rows = tensor.unflatten(dim, (-1, rows) if inner else (rows, -1))
     index = torch.tensor(chosen, device=tensor.device)
     return by_rows.index_select(dim + inner, index).flatten(dim, dim + 1)
+
+
+def beside_others(leaf: Tensor, cut: Cut, rows: int, *, far: bool) -> Tensor:
+    """The rows, one place further on, between others that are far from them or equal to one."""
+    _, dim, inner = cut
+    by_rows = leaf.detach().unflatten(dim, (-1, rows) if inner else (rows, -1))
+    before = after = by_rows.narrow(dim + inner, 0, 1)
+    if far and leaf.dtype == torch.bool:
+        before = after = ~before
+    elif far and (leaf.is_floating_point() or leaf.is_complex()):
+        before, after = _FAR * before, -_FAR / 4 * after  # one is positive, and so is their sum
+    elif far:
+        before = after = torch.zeros_like(before)
+    return torch.cat([before, by_rows, after, after], dim + inner).flatten(dim, dim + 1)
 
 
 def scaled(shape: torch.Size, cut: Cut, few: int, rows: int) -> torch.Size:

@@ -3,16 +3,16 @@
 Rules do not tell of all steps, since a graph has no shapes: ``x / x.shape[-3]``, differences of all
 pairs of rows, ``x.repeat(2, 1)``. So when a stage first runs a micro-batch, each step that is no
 layer runs again on its rows in other places, beside others that are far from them, with the numbers
-of rows that it then has. It must return these rows of its result, along one dim, or the
-same result. A layer runs once: it is taken to leave rows where they are, in its first output, and
-of PyTorch's layers the others are known. Nothing is told of a value from another stage unless it
-has one entry for each row.
+of rows that it then has. It must return these rows of its result, along one dim, or the same one. A
+layer runs once: it is taken to leave rows where they are, in its first output, and of PyTorch's
+layers the others are known. Nothing is told of a value from another process unless it has one entry
+for each row.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -21,16 +21,19 @@ from torch import Tensor, fx, nn
 
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
 from lightning_gpipe.core.faithful import AboutToDraw, WithoutDraws, mixed_by
-from lightning_gpipe.core.frontends.cuts import Cut, few_of, same
+from lightning_gpipe.core.frontends.cuts import OTHERS, Cut, beside_others, few_of, same
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
 from lightning_gpipe.core.frontends.traced.inplace_edits import edited
 from lightning_gpipe.core.frontends.traced.row_dims import CHECKS, RowDims, over_all_rows
-from lightning_gpipe.core.frontends.traced.symbolic import filled, first_input, function_name
+from lightning_gpipe.core.frontends.traced.symbolic import (
+    filled,
+    first_input,
+    function_name,
+    pairs_in,
+)
 from lightning_gpipe.core.frontends.traced.traced_call import across_rows
 
 _WHOLE: Cut = 0, 0, False
-_OTHERS = 3  # rows in a trial beside those of the micro-batch, by which a shape tells their dim
-_FAR = 1024.0  # times the first row are the others
 
 
 class _Unknown:
@@ -73,12 +76,12 @@ class RowTrial:
         if node is self._nodes[0]:
             self._rows, self._leaves = 0, {}
         if not self._rows:
-            pairs = _pairs((node.args, node.kwargs), (args, kwargs))
+            pairs = pairs_in((node.args, node.kwargs), (args, kwargs))
             self._rows = next(filter(None, starmap(self._rows_of, pairs)), 0)
         if not self._rows or (self._rows == 1 and self._had_one_row):
             result = run(*args, **kwargs)
         else:
-            values = dict(_pairs((node.args, node.kwargs), (args, kwargs)))
+            values = dict(pairs_in((node.args, node.kwargs), (args, kwargs)))
             for x, value in values.items():
                 if x not in self._leaves:
                     leaves = enumerate(tree_flatten(value).leaves)
@@ -118,7 +121,7 @@ class RowTrial:
         if isinstance(place, _Other):
             return place.value
         if _has_rows(place):
-            return _beside_others(leaf, place, self._rows, far=far)
+            return beside_others(leaf, place, self._rows, far=far)
         return leaf.clone() if edited and isinstance(leaf, Tensor) else leaf
 
     def _rows_of(self, node: fx.Node, value: Any) -> int:
@@ -135,7 +138,7 @@ class RowTrial:
         """The place of the rows in a leaf of a value of another stage, or of a layer."""
         if not isinstance(leaf, Tensor):
             if node in self._dims.counts and leaf == self._rows:
-                return _Other(self._rows + _OTHERS)
+                return _Other(self._rows + OTHERS)
             numbers = [x for x in (leaf if isinstance(leaf, tuple) else (leaf,)) if type(x) is int]
             return _Unknown if any(x and x % self._rows == 0 for x in numbers) else _WHOLE
         if node not in self._dims:
@@ -243,7 +246,7 @@ class RowTrial:
             return None if leaf.dim() else _Other(part)
         others = [k for k, (x, y) in enumerate(zip(leaf.shape, part.shape, strict=False)) if x != y]
         entries = leaf.size(others[0]) // self._rows if others else 0
-        count = self._rows + _OTHERS
+        count = self._rows + OTHERS
         if len(others) != 1 or part.size(others[0]) != entries * count:
             return None
         for inner in (False, True):
@@ -271,20 +274,6 @@ class TriedStep(NamedTuple):
 def _is_plain(tensor: Tensor) -> bool:
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return strided and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _beside_others(leaf: Tensor, cut: Cut, rows: int, *, far: bool) -> Tensor:
-    """The rows, one place further on, between others that are far from them or equal to one."""
-    _, dim, inner = cut
-    by_rows = leaf.detach().unflatten(dim, (-1, rows) if inner else (rows, -1))
-    before = after = by_rows.narrow(dim + inner, 0, 1)
-    if far and leaf.dtype == torch.bool:
-        before = after = ~before
-    elif far and (leaf.is_floating_point() or leaf.is_complex()):
-        before, after = _FAR * before, -_FAR / 4 * after  # one is positive, and so is their sum
-    elif far:
-        before = after = torch.zeros_like(before)
-    return torch.cat([before, by_rows, after, after], dim + inner).flatten(dim, dim + 1)
 
 
 def _first_that_runs(
@@ -318,18 +307,3 @@ def _is_returned(node: fx.Node, graph: CallGraph) -> bool:
     """Return whether a value is an output, or layers alone make one of it."""
     layers = (user for user in node.users if user.op == "call_module")
     return node in graph.outputs or any(_is_returned(user, graph) for user in layers)
-
-
-def _pairs(tree: Any, values: Any) -> Iterator[tuple[fx.Node, Any]]:
-    """Yield the nodes in the arguments of a step, with their values."""
-    if isinstance(tree, fx.Node):
-        yield tree, values
-    elif isinstance(tree, slice):
-        for name in ("start", "stop", "step"):
-            yield from _pairs(getattr(tree, name), getattr(values, name))
-    elif isinstance(tree, Mapping):
-        for key in tree:
-            yield from _pairs(tree[key], values[key])
-    elif isinstance(tree, list | tuple):
-        for child, value in zip(tree, values, strict=True):
-            yield from _pairs(child, value)

@@ -11,7 +11,7 @@ import dis
 import linecache
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from itertools import islice
 from types import FrameType
@@ -258,3 +258,18 @@ def _is_asserted(frame: FrameType) -> bool:
         return False
     following = next(step for step in code[jump + 1 :] if step.opname not in ("NOT_TAKEN", "CACHE"))
     return following.opname == "LOAD_ASSERTION_ERROR" or following.argval == "AssertionError"
+
+
+def pairs_in(tree: Any, values: Any) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield the nodes in the arguments of a step, with their values."""
+    if isinstance(tree, fx.Node):
+        yield tree, values
+    elif isinstance(tree, slice):
+        for name in ("start", "stop", "step"):
+            yield from pairs_in(getattr(tree, name), getattr(values, name))
+    elif isinstance(tree, Mapping):
+        for key in tree:
+            yield from pairs_in(tree[key], values[key])
+    elif isinstance(tree, list | tuple):
+        for child, value in zip(tree, values, strict=True):
+            yield from pairs_in(child, value)
