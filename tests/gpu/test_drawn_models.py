@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     # PyTorch, of a layer with such a hook whose input requires no gradient.
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:an output of layers should have a row per sample"),
 ]
 # The fused kernel of GRUs is CUDA's only, and simulated GPUs have no sparse tensors.
 NOT_SIMULATED = {"recurrent", "sparse embedding"}

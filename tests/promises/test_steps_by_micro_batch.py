@@ -41,6 +41,7 @@ from tests.support.pipes import Pipe, with_and_without_threads
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:an output of layers should have a row per sample"),
 ]
 
 

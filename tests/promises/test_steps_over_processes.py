@@ -38,6 +38,7 @@ from tests.support.ranks import Pool
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:an output of layers should have a row per sample"),
 ]
 
 Came = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor], Tensor]

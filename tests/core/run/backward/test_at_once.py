@@ -234,6 +234,7 @@ def test_profiler_shows_each_backward(pipe: Pipe, calls: Calls) -> None:
 @settings(max_examples=settings().max_examples // 2)  # each runs two pipelines
 @given(case=cases(models()))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.filterwarnings("ignore:an output of layers should have a row per sample")
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_drawn_models(case: Case) -> None:
     threads, inline = (
