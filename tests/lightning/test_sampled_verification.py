@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm as parametrized
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import (
@@ -304,6 +304,21 @@ def test_lists_with_an_entry_per_row_are_cut(tmp_path: Path) -> None:
 
     assert_same_weights(models[1], models[0])
     assert_same_weights(models[2], models[0])
+
+
+class Padding(Data):
+    """With a target that is to be ignored in the last rows."""
+
+    def train_dataloader(self) -> Any:
+        x, y = next(iter(DataLoader(rows(20, seed=1), batch_size=20)))
+        y[16] = -100
+        return DataLoader(TensorDataset(x, y), batch_size=10)
+
+
+def test_targets_that_a_sample_does_not_show(tmp_path: Path) -> None:
+    """Rows beside one without a target counted more than without the pipeline."""
+    with pytest.raises(RuntimeError, match="with 4, 2, 3 targets that count .* of 4, 3, 3 rows"):
+        trainer(tmp_path, **stepped()).fit(Classifier(), Padding())
 
 
 def test_resumed_fit_is_not_verified(tmp_path: Path) -> None:

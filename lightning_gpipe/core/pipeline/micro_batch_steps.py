@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ _FILL_DRAIN = (
     "their own, such as labelled and unlabelled ones, write schedule='fill_drain', which cuts only "
     "the input of the layers."
 )
+
+_WAITING = 100  # mini-batches, the first ones, whose losses are read where that waits for a GPU
 
 StepSchedule = ByMicroBatch | Sequence[Sequence[int]]  # the user's, by its name or written out
 
@@ -58,6 +60,7 @@ class MicroBatchStepping:
         greenlets()
         self._pipeline = pipeline
         self._schedule = own
+        self._batches = 0
 
     def run(
         self,
@@ -85,7 +88,7 @@ class MicroBatchStepping:
         rows = None if division is None else division.sizes
         pieces = [map_tensors(_alias, piece) for piece in pieces]
         m = len(pieces)
-        losses = Losses(m, rows, scale)
+        losses = Losses(m, rows, scale, read=self._read())
         schedule = schedule_for(
             self._schedule,
             m,
@@ -103,6 +106,13 @@ class MicroBatchStepping:
         )
         merge = partial(pipeline.microbatching.merge_results, batch=batch)
         return Outcome(loss, results, rows, losses.weights, merge)
+
+    def _read(self) -> Collection[str]:
+        """Return the types of devices on which what losses are means over is read."""
+        self._batches += 1
+        if not self._pipeline.reads_losses:
+            return ()
+        return ("cpu",) if self._batches > _WAITING else ("cpu", "cuda")
 
     @property
     def current(self) -> int:

@@ -77,6 +77,7 @@ class Pipeline:
         number: int = 0,
     ) -> None:
         self.chunks = settings.chunks
+        self.reads_losses = True  # unless a verification compares them
         self.split_backward = settings.split_backward
         self.microbatching = microbatching
         self._deferred_batch_norm = deferred_batch_norm

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data import change_tensors
 from lightning_gpipe.core.faithful import (
+    Attributes,
     AttributeState,
     BufferState,
     ForeignGenerator,
@@ -156,7 +157,8 @@ class StepRuns:
         self._drew = False
 
     def by_micro_batch(self, schedule: StepSchedule) -> Run:
-        with isolated(self.modules, [self.pipeline.only]):
+        unread = Journal().changed([(Attributes(self.pipeline.only), "reads_losses", False)])
+        with isolated(self.modules, [self.pipeline.only]), unread:
             outcome = self.pipeline.by_micro_batch(
                 self.step, self._copy(), schedule=schedule, around=self.around, scale=self.scale
             )

@@ -16,7 +16,7 @@ node must be a CPU node], whose backward hands them over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,10 @@ from torch import Tensor
 from lightning_gpipe.core.data import Term, shard_of
 from lightning_gpipe.core.faithful import Streams
 from lightning_gpipe.core.run.autograd_node import BackwardOnce, connect
+from lightning_gpipe.core.run.micro_batch_losses.target_means import (
+    check_target_weights,
+    target_weights,
+)
 from lightning_gpipe.core.run.shared_parameters import Pair
 
 LOSS_WEIGHT = "loss_weight"  # in a dict that the caller's code returns, beside "loss"
@@ -49,9 +53,19 @@ class Total(NamedTuple):
 
 
 class Losses:
-    """The losses of ``m`` micro-batches; ``scale`` is the factor of a gradient scaler."""
+    """The losses of ``m`` micro-batches; ``scale`` is the factor of a gradient scaler.
 
-    def __init__(self, m: int, rows: Sequence[int] | None, scale: float | Tensor = 1.0) -> None:
+    ``read`` are the types of devices on which it is read what they are means over.
+    """
+
+    def __init__(
+        self,
+        m: int,
+        rows: Sequence[int] | None,
+        scale: float | Tensor = 1.0,
+        *,
+        read: Collection[str] = (),
+    ) -> None:
         self._m = m
         self._rows = rows
         self._scale = scale
@@ -61,6 +75,8 @@ class Losses:
         self._skipped: list[int] = []
         self._norm = 0.0  # the estimated sum of the weights; 0 before one is positive
         self._by_rows = True
+        self._read = read
+        self._targets: list[list[Tensor]] = []  # the weight of those of each loss over them
         self._sums: str | None = None  # the name of a loss term that is a sum
         self._requires_grad = False
 
@@ -77,6 +93,23 @@ class Losses:
             )
         if loss is None:
             return None
+        self._check_kind(weight_of_code)
+        weight = self._rows_of(i) if weight_of_code is None else _checked(weight_of_code)
+        self._losses[i], self._weights[i] = loss.detach(), weight
+        self._requires_grad |= loss.requires_grad
+        if self._by_rows and loss.device.type in self._read:
+            self._targets.append(target_weights(loss))
+        if not weight:  # the mean of nothing may be no number
+            return None
+        if not self._norm:
+            self._norm = float(sum(self._rows or ())) if self._by_rows else self._m * weight
+        kind = weight, loss.dtype, loss.device
+        if kind not in self._seeds:
+            seed = _beside(loss, self._scale) * (weight / self._norm)
+            self._seeds[kind] = seed.to(loss.dtype)
+        return loss, self._seeds[kind].clone().expand_as(loss)  # a hook may edit its gradient
+
+    def _check_kind(self, weight_of_code: Any) -> None:
         if not self._weights:
             self._by_rows = weight_of_code is None
         elif self._by_rows != (weight_of_code is None):
@@ -90,18 +123,6 @@ class Losses:
                 f"loss term {self._sums!r}, whose share is known for weights by rows only. Hand it "
                 "out with reduction='mean', or write schedule='fill_drain'."
             )
-        weight = self._rows_of(i) if weight_of_code is None else _checked(weight_of_code)
-        self._losses[i], self._weights[i] = loss.detach(), weight
-        self._requires_grad |= loss.requires_grad
-        if not weight:  # the mean of nothing may be no number
-            return None
-        if not self._norm:
-            self._norm = float(sum(self._rows or ())) if self._by_rows else self._m * weight
-        kind = weight, loss.dtype, loss.device
-        if kind not in self._seeds:
-            seed = _beside(loss, self._scale) * (weight / self._norm)
-            self._seeds[kind] = seed.to(loss.dtype)
-        return loss, self._seeds[kind].clone().expand_as(loss)  # a hook may edit its gradient
 
     def weighted(self, i: int, term: Term) -> Term:
         """Return a term to be weighted: a sum counts whole, not by its share of the rows."""
@@ -130,6 +151,8 @@ class Losses:
                 f"the weights of a batch must add up to more than 0: got {LOSS_WEIGHT}=0 for each "
                 f"of {self._m} micro-batches. Return None for all to skip the batch."
             )
+        if self._by_rows:
+            check_target_weights(self._targets, [self._weights[i] for i in self._losses])
         first = self._losses[0]
         value = _beside(first, 0.0)
         for i, weight in self._weights.items():
