@@ -97,8 +97,9 @@ class Losses:
         weight = self._rows_of(i) if weight_of_code is None else _checked(weight_of_code)
         self._losses[i], self._weights[i] = loss.detach(), weight
         self._requires_grad |= loss.requires_grad
-        if self._by_rows and loss.device.type in self._read:
-            self._targets.append(target_weights(loss))
+        reads = self._by_rows and loss.device.type in self._read
+        if reads and (found := target_weights(loss.grad_fn)):
+            self._targets.append(found)
         if not weight:  # the mean of nothing may be no number
             return None
         if not self._norm:
@@ -151,7 +152,7 @@ class Losses:
                 f"the weights of a batch must add up to more than 0: got {LOSS_WEIGHT}=0 for each "
                 f"of {self._m} micro-batches. Return None for all to skip the batch."
             )
-        if self._by_rows:
+        if len(self._targets) == self._m:
             check_target_weights(self._targets, [self._weights[i] for i in self._losses])
         first = self._losses[0]
         value = _beside(first, 0.0)

@@ -8,7 +8,7 @@ node of the loss has saved the weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,19 +21,14 @@ _KEEPING = frozenset(  # the value of an argument, or the sum of several
 )
 
 
-def target_weights(loss: Tensor) -> list[Tensor]:
-    """Return the weight of the targets of each mean over targets in a loss."""
-    return list(_weights_behind(loss.grad_fn))
-
-
-def _weights_behind(node: Any) -> Iterator[Tensor]:
-    if node is None:
-        return
-    if node.name() in _LOSSES and node._saved_reduction == _MEAN:
-        yield node._saved_total_weight
-    elif node.name() in _KEEPING:
-        for source, _ in node.next_functions:
-            yield from _weights_behind(source)
+def target_weights(node: Any) -> list[Tensor]:
+    """Return the weight of the targets of each mean over targets in a loss, by its node."""
+    kind = node.__class__.__name__
+    if kind in _LOSSES and node._saved_reduction == _MEAN:
+        return [node._saved_total_weight]
+    if kind in _KEEPING:
+        return [weight for source, _ in node.next_functions for weight in target_weights(source)]
+    return []
 
 
 def check_target_weights(found: Sequence[Sequence[Tensor]], rows: Sequence[float]) -> None:

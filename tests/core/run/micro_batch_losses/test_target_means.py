@@ -80,4 +80,4 @@ def test_other_losses(loss: Callable[..., Any]) -> None:
 
 
 def test_loss_without_a_graph() -> None:
-    assert not target_weights(torch.tensor(1.0))
+    assert not target_weights(torch.tensor(1.0).grad_fn)
