@@ -7,6 +7,8 @@ autograd has freed their graph. A pipeline does the same, and a gradient that it
 Here are also the tests of ``lost_gradients``.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, MutableMapping
 from copy import deepcopy
 from functools import lru_cache
@@ -605,3 +607,26 @@ def test_gradients_of_some_leaves_without_a_warning(pipe: Pipe) -> None:
         verify(pipeline, rows(7)).check()
     pipeline = pipe(around(nn.Linear(3, 3)), [2, 2])
     torch.autograd.grad(a_loss(pipeline(rows(7))), list(pipeline.parameters()))
+
+
+class Keeps(nn.Linear):
+    """Keeps its output with its graph, without using it again."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept * 1
+
+
+def test_kept_tensor_does_not_keep_the_pipeline() -> None:
+    """Its leaf had a hook with the stage, its layers and its connections: memory for ever."""
+    layers = nn.Sequential(Keeps(4, 4), nn.Linear(4, 4))
+    piped = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2)
+    piped(rows(4, 4).float()).sum().backward()
+    alive = weakref.ref(piped.stages[0])
+    piped.close()
+    del piped, layers
+    gc.collect()
+
+    assert alive() is None

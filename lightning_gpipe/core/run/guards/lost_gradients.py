@@ -106,11 +106,15 @@ class LostGradients:
                 _refuse(self._stage, None, leaf)
 
     def refuse_gradients(self) -> None:
-        """Let a gradient raise that arrives in a leaf which outlives the mini-batch."""
+        """Let a gradient raise that arrives in a leaf which outlives the mini-batch.
+
+        Its hook holds the stage weakly: they would be in a cycle that Python cannot collect.
+        """
         self._leaves = [each for each in self._leaves if each[0]() is not None]
         for reference, parameter in self._leaves:
             if (leaf := reference()) is not None and leaf.requires_grad:
-                refuse = partial(_refuse, self._stage, parameter)
+                called = _called(self._stage, parameter)
+                refuse = partial(_refuse_late, weakref.ref(self._stage), called)
                 leaf.register_post_accumulate_grad_hook(refuse)
 
 
@@ -175,12 +179,17 @@ def refuse_second_backward(error: RuntimeError) -> None:
 
 
 def _refuse(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor) -> NoReturn:
+    _refuse_late(weakref.ref(stage), _called(stage, parameter), leaf)
+
+
+def _refuse_late(stage: weakref.ref[Stage], called: str, leaf: Tensor) -> NoReturn:
+    alive = stage()
+    kept = "" if alive is None else _kept(alive, leaf)
     raise RuntimeError(
         "a tensor with a graph must be handed out of its layer: got a gradient for "
-        f"{_called(stage, parameter)} that does not come through the pipeline's output, so it "
-        f"would be lost.{_kept(stage, leaf)} If it is a loss term, write loss_term(name, value) in "
-        "the layer, and collect_loss_terms() around its call. If the layer uses it again in a "
-        f"later forward, {_INSTEAD}"
+        f"{called} that does not come through the pipeline's output, so it would be lost.{kept} If "
+        "it is a loss term, write loss_term(name, value) in the layer, and collect_loss_terms() "
+        f"around its call. If the layer uses it again in a later forward, {_INSTEAD}"
     )
 
 
