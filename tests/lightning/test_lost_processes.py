@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from tests.support.faults import OwnError
 from tests.support.lightning_modules import Classifier, Data
 from tests.support.processes import said
-from tests.support.ranks import new_ranks
+from tests.support.ranks import new_ranks, pipeline_threads
 from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -127,15 +126,11 @@ def test_process_that_is_lost_after_a_fit_is_named_by_a_save(
     assert message.endswith(", while the last process to save a checkpoint of step 3 was awaited")
 
 
-def own_threads() -> set[str]:
-    return {each.name for each in threading.enumerate() if each.name.startswith("gpipe")}
-
-
 def train(root: Path) -> set[str]:
     """The threads of a process that has trained."""
     made = trainer_over(root, "per_stage", [2, 4], {}, max_epochs=1)
     made.fit(Classifier(), datamodule=Data())
-    return own_threads()
+    return set(pipeline_threads())
 
 
 def save_alone(root: Path) -> str:
@@ -167,7 +162,7 @@ def train_and_forget(root: Path) -> tuple[set[str], set[str]]:
     during = train(root)
     dist.barrier()  # the other one may have ended its threads, and then this one ends some too
     gc.collect()
-    return during, own_threads()
+    return during, set(pipeline_threads())
 
 
 def test_processes_watch_one_another_for_as_long_as_there_is_a_trainer(tmp_path: Path) -> None:

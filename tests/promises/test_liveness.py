@@ -6,7 +6,6 @@ Here are also the tests of ``connecting/groups``.
 import gc
 import os
 import signal
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ from lightning_gpipe.core.transport.process_group import office
 from tests.support.faults import Fuse, OwnError
 from tests.support.models import rows
 from tests.support.processes import layers, said, step
-from tests.support.ranks import Pool, Ranks, group_of
+from tests.support.ranks import Pool, Ranks, group_of, pipeline_threads
 
 BOUND = timedelta(seconds=2)
 
@@ -233,10 +232,10 @@ def threads_left() -> list[str]:
     """The pipeline's threads after a step and an end."""
     pipeline = pipeline_of(layers())
     step(pipeline)
-    during = [each.name for each in threading.enumerate() if each.name.startswith("gpipe")]
+    during = pipeline_threads()
     pipeline.close()
     assert "gpipe-watch" in during
-    return [each.name for each in threading.enumerate() if each.name.startswith("gpipe")]
+    return pipeline_threads()
 
 
 def test_closed_pipeline_leaves_no_thread(four_ranks: Pool) -> None:

@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,9 +61,10 @@ class Ranks:
 
     Args:
         size: How many there are.
+        shared: Whether tests share them, so that a function must leave none of its threads.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, shared: bool = False) -> None:
         self.size = size
         self.broken = False
         self._folder = tempfile.TemporaryDirectory()
@@ -71,7 +73,7 @@ class Ranks:
         self._ends: list[Connection] = []
         for rank in range(size):
             own, other = _CONTEXT.Pipe()
-            arguments = (rank, size, str(store), list(sys.path), other)
+            arguments = (rank, size, str(store), list(sys.path), other, shared)
             process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             other.close()
@@ -142,7 +144,7 @@ class Pool:
         """Ranks that have not failed."""
         if self._ranks is None or self._ranks.broken:
             self.close()
-            self._ranks = Ranks(self._size)
+            self._ranks = Ranks(self._size, shared=True)
         return self._ranks
 
     def run(self, function: Callable[..., Any], *args: Any, among: int | None = None) -> list[Any]:
@@ -231,7 +233,14 @@ def join_group(rank: int, size: int, store: str) -> None:
             _GROUPS[k, backend] = dist.new_group(range(k), backend=backend)
 
 
-def _serve(rank: int, size: int, store: str, path: list[str], end: Connection) -> None:
+def pipeline_threads() -> list[str]:
+    """The names of the threads that pipelines have in this process."""
+    return [each.name for each in threading.enumerate() if each.name.startswith("gpipe")]
+
+
+def _serve(
+    rank: int, size: int, store: str, path: list[str], end: Connection, shared: bool
+) -> None:
     sys.path[:] = path
     gc.freeze()  # what all ranks share is no garbage, and is copied where a search looks at it
     torch.set_num_threads(1)
@@ -247,7 +256,12 @@ def _serve(rank: int, size: int, store: str, path: list[str], end: Connection) -
         except BaseException as error:
             result = Failed("".join(traceback.format_exception(error)))
         faulthandler.cancel_dump_traceback_later()
-        end.send_bytes(pickle.dumps(result))
-        # Of the process groups of a Trainer that nobody has, each thread wakes 100 times a second.
+        answer = pickle.dumps(result)
+        failed = _failed(result)
         del function, args, result
-        gc.collect()
+        gc.collect()  # a Trainer's process groups have threads that wake 100 times a second
+        names = [] if failed or not shared else pipeline_threads()
+        if names:
+            message = f"a pipeline that nobody has must leave no threads: got {', '.join(names)}"
+            answer = pickle.dumps(Failed(message))
+        end.send_bytes(answer)

@@ -186,7 +186,7 @@ class Transport(ABC):
     def explain(  # noqa: B027 - most have nobody to tell
         self, cause_of: Callable[[BaseException], BaseException]
     ) -> None:
-        """Replace an error by its cause before others are told: it may be a loss elsewhere."""
+        """Tell others of an error's cause in its place; ``cause_of``: a living object's method."""
 
     @abstractmethod
     def inline(self) -> Transport:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -92,7 +93,7 @@ class Office:
         self._listens = False
         self._lost_at = math.inf  # when a loss became known
         self.on_lost: Callable[[Sequence[int], str], None] | None = None
-        self.cause_of: Callable[[BaseException], BaseException] = lambda error: error
+        self._explain: WeakMethod[Callable[[BaseException], BaseException]] | None = None
         self._channels = Channels(store, self._rank)
         self.links = Links(sockets, self, self._channels)
 
@@ -145,8 +146,16 @@ class Office:
             self._leave_exchange()
             self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
-            failure = Failure.of(self._rank, self.cause_of(error))
+            failure = Failure.of(self._rank, self._cause_of(error))
             self._tell_and_wait(header, failure.encode())
+
+    def explain(self, cause_of: Callable[[BaseException], BaseException]) -> None:
+        # Weakly: its owner may hold the connection, which would then never end.
+        self._explain = WeakMethod(cause_of)
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        explain = None if self._explain is None else self._explain()
+        return error if explain is None else explain(error)
 
     def _leave_exchange(self) -> None:
         self._recipient = None

@@ -319,7 +319,7 @@ class ProcessGroupTransport(Transport):
 
     @override
     def explain(self, cause_of: Callable[[BaseException], BaseException]) -> None:
-        self._office.cause_of = cause_of
+        self._office.explain(cause_of)
 
     @override
     def failure(self, within: float) -> RankFailed | OutOfStep | None:
