@@ -363,7 +363,7 @@ def fail(pipeline: GPipe, kind: str) -> None:
     through.layer.light((kind, 1), throw(OwnError()))
     with suppress(OwnError):
         train(pipeline)
-    assert through.layer.at is None
+    assert through.layer.spark.at is None
     train(pipeline)
 
 

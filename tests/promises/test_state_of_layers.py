@@ -171,6 +171,100 @@ def _state(layer: nn.Module) -> dict[str, Any]:
     return {name: each.tolist() if name == "counts" else each for name, each in state.items()}
 
 
+class Lazy(nn.Module):
+    """Makes what it keeps when it first runs, or anew when ``fresh`` calls have changed it."""
+
+    def __init__(self, make: Callable[[], Any], fresh: int | None = None) -> None:
+        super().__init__()
+        self.make, self.fresh = make, fresh
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None or self.fresh == _calls_of(self.kept):
+            self.kept = self.make()
+        kept = self.kept
+        if isinstance(kept, list):
+            kept.append(1.0)
+        elif isinstance(kept, Tensor):
+            kept += 1
+        else:
+            kept.update(1.0)
+        return x * (1 + _calls_of(kept))
+
+
+def _calls_of(kept: Any) -> float:
+    return float(kept) if isinstance(kept, Tensor) else len(getattr(kept, "values", kept))
+
+
+def one_number() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
+
+
+KEPT = {"a list": list, "an object": Meter, "a tensor": one_number}
+
+
+@pytest.mark.parametrize("fresh", [None, 2])
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_what_a_layer_makes_when_it_first_runs(
+    make: Callable[[], Any], fresh: int | None, pipe: Pipe
+) -> None:
+    """Once a recomputation counted on in what it found, which nobody had looked at before."""
+    plain = around(Lazy(make, fresh))
+
+    pipeline = assert_same_in_micro_batches(pipe, plain)
+
+    assert _calls_of(pipeline[1].kept) == _calls_of(plain[1].kept)
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_object_that_a_layer_gets_later(make: Callable[[], Any], pipe: Pipe) -> None:
+    """Once what had been there was restored, and not the other one."""
+    plain = around(Lazy(make))
+    pipeline = pipe(plain, [2, 2])
+    for seed in range(4):
+        x = rows(7, seed=seed).detach()
+        for module in (plain, pipeline):
+            module.zero_grad()
+            if seed == 2:
+                module[1].kept = make()
+        a_loss(torch.cat([plain(each) for each in x.tensor_split(M)])).backward()
+        a_loss(pipeline(x)).backward()
+        assert_same(gradients(pipeline), gradients(plain))
+
+
+class Sometimes(nn.Module):
+    """Changes what it uses in some of the calls, before which there are others."""
+
+    def __init__(self, *, listed: bool) -> None:
+        super().__init__()
+        self.listed, self.gate = listed, 1.0
+        self.seen = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * (sum(self.seen) if self.listed else self.gate)
+        if x.detach()[0, 0] > 0:
+            self.gate += 1.0
+            self.seen.append(self.gate)
+        return y
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_attribute_that_a_later_micro_batch_changes(pipe: Pipe, listed: bool) -> None:
+    """Once the recomputation of one that had not changed it read what a later one had left."""
+    plain = nn.Sequential(Sometimes(listed=listed), *perceptron(2)).double()
+    pipeline = pipe(plain, [2, 1])
+    for _ in range(3):
+        x = rows(7).detach().abs()
+        x[: len(x.tensor_split(M)[0])] *= -1
+        for module in (plain, pipeline):
+            module.zero_grad()
+        inputs = [each.requires_grad_() for each in (x.clone(), x.clone())]
+        a_loss(torch.cat([plain(each) for each in inputs[0].tensor_split(M)])).backward()
+        a_loss(pipeline(inputs[1])).backward()
+        assert_same(inputs[1].grad, inputs[0].grad)
+        assert_same(gradients(pipeline), gradients(plain))
+
+
 class Vocabulary(nn.Module):
     """Holds what later runs must not look through again."""
 

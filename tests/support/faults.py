@@ -20,24 +20,35 @@ def nothing() -> None:
     """Do nothing."""
 
 
-class Fuse(nn.Module):
-    """Passes its input on, until it does ``fault`` at one of its calls."""
+class Spark(Runs):
+    """A fault, and the call at which it comes; those of recomputations count."""
+
+    __slots__ = ("at", "fault")
 
     def __init__(self) -> None:
         super().__init__()
         self.at: tuple[str, int] | None = None
         self.fault: Callable[[], None] = nothing
-        self.runs = Runs()
+
+
+class Fuse(nn.Module):
+    """Passes its input on, until it does a fault at one of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spark = Spark()
 
     def light(self, at: tuple[str, int], fault: Callable[[], None]) -> None:
         """Do ``fault`` after so many calls from now of the forward or of the backward."""
-        self.at, self.fault = at, fault
-        self.runs = Runs()
+        spark = self.spark
+        spark.forward, spark.backward = [], []
+        spark.at, spark.fault = at, fault
 
     def called(self, kind: str) -> None:
-        calls = self.runs.forward if kind == "forward" else self.runs.backward
-        if (kind, len(calls)) == self.at:
-            fault, self.at, self.fault = self.fault, None, nothing
+        spark = self.spark
+        calls = spark.forward if kind == "forward" else spark.backward
+        if (kind, len(calls)) == spark.at:
+            fault, spark.at, spark.fault = spark.fault, None, nothing
             fault()
         calls.append(None)
 

@@ -18,6 +18,7 @@ from lightning_gpipe.core.layout.layout import (
 from lightning_gpipe.core.layout.module_attributes import (
     CONTAINERS,
     Holder,
+    Slot,
     attributes_in,
     contents,
     holders,
@@ -59,7 +60,6 @@ from lightning_gpipe.core.layout.shards import (
     has_shards,
 )
 from lightning_gpipe.core.layout.sharing import (
-    Slot,
     check_copies,
     check_outside,
     check_sharing,

@@ -20,6 +20,8 @@ from weakref import ProxyTypes
 import torch
 from torch import Tensor, nn
 
+Slot = tuple[nn.Module, str]  # of a parameter, buffer or attribute: the module, and its name there
+
 CONTAINERS = (list, dict, set, deque)
 
 # The attributes of nn.Module itself. Besides, a deferred batch norm has another forward while it
@@ -44,8 +46,13 @@ class Holder(NamedTuple):
         """The attributes that a class or a user set, by name."""
         if self.prefix:
             return self.slots
-        slots = dict(self.slots)  # another thread may set one meanwhile
-        return {name: value for name, value in slots.items() if name not in _INTERNAL}
+        held = dict(self.slots)  # another thread may set one meanwhile
+        for name in _INTERNAL:
+            held.pop(name, None)
+        return held
+
+    def slot(self, name: str) -> Slot:
+        return self.module, self.prefix + name
 
 
 def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:

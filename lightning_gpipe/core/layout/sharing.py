@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpipe.core.layout.layout import HOST, META, Layout
 from lightning_gpipe.core.layout.module_attributes import (
+    Slot,
     attributes_in,
     is_generator,
     tensors_within,
     within,
 )
-
-Slot = tuple[nn.Module, str]  # of a parameter or a buffer: the module, and the name in it
 
 
 def check_sharing(layout: Layout) -> None:

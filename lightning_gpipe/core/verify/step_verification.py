@@ -207,17 +207,18 @@ class StepRuns:
         outside = [module for module in names if module not in layers]
         buffers = BufferState(outside, edited=())
         owners = Owners(() if self.around is None else (self.around,))
-        attributes = AttributeState(owners, owners.values() or (), frozenset())
+        versions = dict.fromkeys(owners.containing, False)  # tell edits, without copies
+        attributes = AttributeState(owners, owners.values() or (), versions)
         held = [
-            (holder.module, holder.prefix + name, ForeignGenerator.of(value))
+            (holder.slot(name), ForeignGenerator.of(value))
             for holder in owners.holders
             for name, value in holder.held.items()
             if is_generator(value)
         ]
-        generators = RandomState.of([generator for *_, generator in held])
+        generators = RandomState.of([generator for _, generator in held])
 
         def changed() -> list[str]:
-            drawn = {held[k][:2] for k, _ in generators.changes()}
+            drawn = {held[k][0] for k, _ in generators.changes()}
             slots = buffers.changed | attributes.changed | drawn
             return sorted({names[module] + name for module, name in slots})
 

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from lightning_gpipe.core.faithful.journal import ABSENT, Journal, Write, value_in
 from lightning_gpipe.core.faithful.managers import Bracket, Manager
 from lightning_gpipe.core.faithful.state.contents import Contents, Left, has_contents, left_in
-from lightning_gpipe.core.layout import Holder, Slot, holders, parameter_holders
+from lightning_gpipe.core.layout import (
+    Holder,
+    Slot,
+    holders,
+    is_user_object,
+    parameter_holders,
+)
 
 Values = Sequence[Sequence[Any]]  # of all attributes, holder by holder
 
@@ -33,29 +39,46 @@ class Owners:
         of_modules = list(holders(modules))
         self.holders = [*of_modules, *parameter_holders(modules)]
         self.names: list[tuple[str, ...]] = []
-        self.containing: list[tuple[Holder, str]] = []  # attributes with contents
-        self._getters: list[tuple[Any, dict[str, Any]]] = []
+        self.containing: dict[Slot, tuple[dict[str, Any], str]] = {}  # attributes with contents
+        self._getters: list[itemgetter[Any]] = []
+        self._read: list[dict[str, Any]] = []  # the slots that each of them reads
+        self._attributes: list[Slot] = []  # all, in the order of the getters
+        self._former: list[Any] = []
         self._slots = [holder.slots for holder in self.holders]
         self._size = sum(map(len, self._slots))
-        for holder in self.holders:
+        for number, holder in enumerate(self.holders):
             held = holder.held
-            if held:
-                names = [*held, *held] if len(held) == 1 else held  # for two it returns a tuple
-                self._getters.append((itemgetter(*names), holder.slots))
             self.names.append(tuple(held))
-        # Not of parameters: a copy of what quantised weights are made of would be a second model.
-        for holder in of_modules:
-            held = holder.held
-            self.containing += [(holder, name) for name in held if has_contents(held[name])]
+            if not held:
+                continue
+            names = [*held, *held] if len(held) == 1 else [*held]  # for two it returns a tuple
+            self._getters.append(itemgetter(*names))
+            self._read.append(holder.slots)
+            self._attributes += map(holder.slot, names)
+            self._former += map(held.__getitem__, names)
+            # Not of parameters: a copy of what quantised ones are made of would be a second model.
+            for name in held if number < len(of_modules) else ():
+                if has_contents(held[name]):
+                    self.containing[holder.slot(name)] = holder.slots, name
 
     def values(self) -> Values | None:
-        """Return the present values of all attributes; None if some were added or removed."""
+        """Return the present values of all attributes; None if others are to be looked at."""
         if sum(map(len, self._slots)) != self._size:  # one added and one removed: KeyError
             return None
         try:
-            return [get(slots) for get, slots in self._getters]
+            present = [*map(itemgetter.__call__, self._getters, self._read)]
         except KeyError:
             return None
+        assigned = not all(map(is_, self._former, _flat(present)))
+        if assigned and any(map(self._holds_more, self._attributes, self._former, _flat(present))):
+            return None
+        return present
+
+    def _holds_more(self, slot: Slot, former: Any, present: Any) -> bool:
+        """Return True if an attribute has a new object, or contents where it had none."""
+        if present is former:
+            return False
+        return is_user_object(present) or (slot not in self.containing and has_contents(present))
 
     def moved(self, before: Values) -> bool:
         present = self.values()
@@ -67,79 +90,95 @@ class Owners:
             yield holder, dict(zip(names, next(remaining), strict=False)) if names else {}
 
 
-_NO_OWNERS, _NO_SLOTS = Owners(()), frozenset[Slot]()
 _flat = chain.from_iterable
 
 
 class AttributeState:
     """The attributes of some modules before a run; once compared, what the run changed.
 
-    ``changed`` are the attributes whose contents the first run changed; None if this is the first.
+    ``changed`` tells whether earlier runs changed the contents of attributes, for those that they
+    had. Of others all contents are copied, and compared by their values.
     """
 
-    def __init__(self, owners: Owners, values: Values, changed: frozenset[Slot] | None) -> None:
+    def __init__(self, owners: Owners, values: Values, changed: Mapping[Slot, bool]) -> None:
         self._owners = owners
         self._values = values
-        self._first = first = changed is None
-        self._writes: list[Write] = []
+        self._copies: dict[int, Tensor] = {}  # of tensors that the run edited, by their ids
+        self._of_contents: list[Write] = []
         self._left: list[Left] = []
-        self._contents: list[tuple[Slot, Contents, bool]] = []  # whether every run changes it
-        for holder, name in owners.containing:
-            slot = holder.module, holder.prefix + name
-            expected = changed is not None and slot in changed
-            contents = Contents(holder.slots[name], copied=first or expected)
+        self._unchanged: list[Contents] = []  # which a later run may change
+        self._contents: list[tuple[Slot, Contents, bool | None]] = []
+        for slot, (slots, name) in owners.containing.items():
+            expected = changed.get(slot)
+            contents = Contents(slots[name], copied=expected is not False)
             self._contents.append((slot, contents, expected))
 
-    def compare(self, *, linked: bool) -> frozenset[Slot]:
-        """Return the attributes whose contents the run changed; raise if some were not saved.
+    def compare(self, *, linked: bool) -> dict[Slot, bool]:
+        """Return of which attributes the contents changed; raise if such were not saved.
 
         ``linked``: layers use tensors that earlier runs left there, and their gradients.
         """
-        owners, values, all_contents = self._owners, self._values, self._contents
-        self._owners, self._values, self._contents = _NO_OWNERS, (), []  # they may hold much memory
-        if not (all_contents or owners.moved(values)):
-            return _NO_SLOTS
-        changed = [
-            (slot, contents)
-            for slot, contents, expected in all_contents
-            if expected or contents.moved(compared=self._first)
-        ]
-        copies: dict[int, Tensor] = {}
-        for slot, contents in changed:
+        if not (self._contents or self._owners.moved(self._values)):
+            return {}
+        changed = {slot: contents for slot, contents, expected in self._contents if expected}
+        changed |= self._moved()
+        for slot, contents in changed.items():
             if contents.lost:
                 raise RuntimeError(_lost(slot))
             module, name = slot
             title = f"the attribute {name!r} of {type(module).__name__}"
-            copies.update(contents.values(title, linked=linked))
-        for _, contents in changed:
-            self._writes += contents.writes(copies)
+            self._copies.update(contents.values(title, linked=linked))
+        for contents in changed.values():
+            self._of_contents += contents.writes(self._copies)
             self._left += contents.left()
-        if copies or owners.moved(values):
-            for holder, old in owners.attributes(values):
-                for name, value in _restored(holder, old, copies):
-                    self._writes.append((holder.slots, name, value))
-                    self._left += left_in(holder.slots, name)
-        return frozenset(slot for slot, _ in changed)
+        if self._copies or self._owners.moved(self._values):
+            for slots, name, _ in self._assigned():
+                self._left += left_in(slots, name)
+        found = {slot: slot in changed for slot, *_ in self._contents}
+        self._unchanged = [
+            contents if expected is False else contents.without_copies()
+            for slot, contents, expected in self._contents
+            if not found[slot]
+        ]
+        self._contents = []  # they may hold much memory
+        return found
 
     @property
     def changed(self) -> set[Slot]:
         """The attributes that the run has assigned, or whose contents it has changed."""
         assigned = {
-            (holder.module, holder.prefix + name)
+            holder.slot(name)
             for holder, old in self._owners.attributes(self._values)
             for name, _ in _restored(holder, old, {})
         }
-        moved = (slot for slot, x, _ in self._contents if x.moved(compared=self._first))
-        return assigned.union(moved)
+        return assigned.union(self._moved())
+
+    def _moved(self) -> dict[Slot, Contents]:
+        return {
+            slot: contents
+            for slot, contents, expected in self._contents
+            if contents.moved(compared=expected is None)
+        }
 
     def restore(self) -> None:
         self.compare(linked=True)
-        Journal().write(self._writes)
+        Journal().write([*self._of_contents, *self._assigned()])
 
     def swapped_in(self, journal: Journal) -> list[Manager]:
-        if not self._writes:
+        assigned = self._copies or self._owners.moved(self._values)
+        if not (assigned or self._of_contents or self._unchanged):
             return []
-        return [Bracket(partial(journal.write, self._writes), partial(self._undo, journal))]
+        writes = [*self._of_contents, *self._assigned()]
+        for contents in self._unchanged:
+            if contents.moved(compared=False):  # by a later run
+                writes += contents.writes({})
+        return [Bracket(partial(journal.write, writes), partial(self._undo, journal))]
+
+    def _assigned(self) -> Iterator[Write]:
+        """Yield the old values of attributes that this run has changed, or a later one."""
+        for holder, old in self._owners.attributes(self._values):
+            for name, value in _restored(holder, old, self._copies):
+                yield holder.slots, name, value
 
     def _undo(self, journal: Journal, length: int) -> None:
         """Undo the changes of a recomputation, but for tensors with its graph."""

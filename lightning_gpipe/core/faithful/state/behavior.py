@@ -38,7 +38,8 @@ class Behavior:
     edited_inputs: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
     edited_buffers: set[Slot] | None = None
     edited_parameters: frozenset[Slot] | None = None  # frozen ones
-    changed_attributes: frozenset[Slot] | None = None  # Python attributes, by their contents
+    # Whether they change the contents of Python attributes, for those that were there.
+    changed_attributes: dict[Slot, bool] = field(default_factory=dict)
     captures: bool = False  # uses tensors with a gradient from outside, or from an earlier run
     searches: int = 0  # how many runs were searched for such tensors
     searching: bool = True  # whether the next one is

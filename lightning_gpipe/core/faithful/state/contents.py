@@ -83,6 +83,7 @@ class Contents:
     """The contents of one object before a run; large ones and tensors are saved if ``copied``."""
 
     def __init__(self, root: Any, *, copied: bool) -> None:
+        self._root = root
         self._containers: list[SavedContainer] = []
         self._tensors: list[_SavedTensor] = []
         self._arrays: list[_SavedArray] = []
@@ -101,6 +102,10 @@ class Contents:
         if any(each.moved for each in objects):
             return True
         return any(each.moved(compared=compared) for each in self._tensors)
+
+    def without_copies(self) -> Contents:
+        """Return the same contents, which have not moved, without copies of large ones."""
+        return Contents(self._root, copied=False)
 
     @property
     def lost(self) -> bool:

@@ -44,10 +44,11 @@ class ModuleState(NamedTuple):
         """Keep what a run has changed, for its recomputation; raise if earlier runs did not."""
         self.buffers.compare(behavior)
         changed = self.attributes.compare(linked=behavior.captures)
+        behavior.changed_attributes = {**changed, **behavior.changed_attributes}
         if self.parameters is not None:
             edited = self.parameters.compare()
             if behavior.edited_parameters is None:
-                behavior.changed_attributes, behavior.edited_parameters = changed, edited
+                behavior.edited_parameters = edited
 
     def restore(self) -> None:
         """Restore the state after a run, instead of a comparison; raise if something is lost."""
@@ -107,8 +108,9 @@ class StageState:
         if not first:
             union.edited_buffers = set().union(*[b.edited_buffers or () for b in recorded])
             union.edited_parameters = self.edited_parameters
-            changed = [b.changed_attributes or () for b in recorded]
-            union.changed_attributes = frozenset().union(*changed)
+            known = union.changed_attributes = dict.fromkeys(self._owners.containing, False)
+            for each in recorded:
+                known |= {slot: True for slot, x in each.changed_attributes.items() if x}
         return self.capture(union)
 
     def refresh(self) -> None:
@@ -121,14 +123,13 @@ class StageState:
             self._generators = None
 
     def capture(self, behavior: Behavior) -> ModuleState:
-        changed, edited = behavior.changed_attributes, behavior.edited_parameters
-        values = None if changed is None else self._owners.values()
+        edited = behavior.edited_parameters
+        values = None if edited is None else self._owners.values()
         if values is None or not self._owners.holders:
             self._owners = Owners(self._modules)
             values = self._owners.values() or ()
         if self._generators is None:
-            self._searched = Owners(self._modules)
-            self._searched_values = self._searched.values()
+            self._searched, self._searched_values = self._owners, values
             by_id = {
                 id(each): each
                 for holder in self._searched.holders
@@ -140,7 +141,7 @@ class StageState:
         return ModuleState(
             BufferState(self._modules, edited=behavior.edited_buffers, deferred=self._deferred),
             None if edited is not None and not edited else ParameterState(self._modules, edited),
-            AttributeState(self._owners, values, changed),
+            AttributeState(self._owners, values, behavior.changed_attributes),
             RandomState.of(self._generators) if self._generators else None,
         )
 
