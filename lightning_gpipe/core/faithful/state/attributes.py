@@ -24,6 +24,7 @@ from lightning_gpipe.core.layout import (
     Holder,
     Slot,
     holders,
+    is_generator,
     is_user_object,
     parameter_holders,
 )
@@ -75,10 +76,12 @@ class Owners:
         return present
 
     def _holds_more(self, slot: Slot, former: Any, present: Any) -> bool:
-        """Return True if an attribute has a new object, or contents where it had none."""
+        """Return True for a new object or generator, or contents where there were none."""
         if present is former:
             return False
-        return is_user_object(present) or (slot not in self.containing and has_contents(present))
+        if is_user_object(present) or is_generator(present):
+            return True
+        return slot not in self.containing and has_contents(present)
 
     def moved(self, before: Values) -> bool:
         present = self.values()
@@ -104,9 +107,9 @@ class AttributeState:
         self._owners = owners
         self._values = values
         self._copies: dict[int, Tensor] = {}  # of tensors that the run edited, by their ids
-        self._of_contents: list[Write] = []
+        self._writes: list[Write] = []  # of what the run changed
         self._left: list[Left] = []
-        self._unchanged: list[Contents] = []  # which a later run may change
+        self._unchanged: list[tuple[Slot, Contents]] = []  # which a later run may change
         self._contents: list[tuple[Slot, Contents, bool | None]] = []
         for slot, (slots, name) in owners.containing.items():
             expected = changed.get(slot)
@@ -123,20 +126,21 @@ class AttributeState:
         changed = {slot: contents for slot, contents, expected in self._contents if expected}
         changed |= self._moved()
         for slot, contents in changed.items():
-            if contents.lost:
-                raise RuntimeError(_lost(slot))
+            _refuse_lost(slot, contents)
             module, name = slot
             title = f"the attribute {name!r} of {type(module).__name__}"
             self._copies.update(contents.values(title, linked=linked))
         for contents in changed.values():
-            self._of_contents += contents.writes(self._copies)
+            self._writes += contents.writes(self._copies)
             self._left += contents.left()
         if self._copies or self._owners.moved(self._values):
-            for slots, name, _ in self._assigned():
+            assigned = list(self._assigned())
+            self._writes += assigned
+            for slots, name, _ in assigned:
                 self._left += left_in(slots, name)
         found = {slot: slot in changed for slot, *_ in self._contents}
         self._unchanged = [
-            contents if expected is False else contents.without_copies()
+            (slot, contents if expected is False else contents.without_copies())
             for slot, contents, expected in self._contents
             if not found[slot]
         ]
@@ -162,20 +166,22 @@ class AttributeState:
 
     def restore(self) -> None:
         self.compare(linked=True)
-        Journal().write([*self._of_contents, *self._assigned()])
+        Journal().write(self._writes)
 
     def swapped_in(self, journal: Journal) -> list[Manager]:
-        assigned = self._copies or self._owners.moved(self._values)
-        if not (assigned or self._of_contents or self._unchanged):
+        writes = self._writes
+        if self._owners.moved(self._values):  # perhaps by a later run, as contents below
+            writes = [*writes, *self._assigned()]
+        for slot, contents in self._unchanged:
+            if contents.moved(compared=False):
+                _refuse_lost(slot, contents)
+                writes = [*writes, *contents.writes({})]
+        if not writes:
             return []
-        writes = [*self._of_contents, *self._assigned()]
-        for contents in self._unchanged:
-            if contents.moved(compared=False):  # by a later run
-                writes += contents.writes({})
         return [Bracket(partial(journal.write, writes), partial(self._undo, journal))]
 
     def _assigned(self) -> Iterator[Write]:
-        """Yield the old values of attributes that this run has changed, or a later one."""
+        """Yield the old values of attributes that have changed since."""
         for holder, old in self._owners.attributes(self._values):
             for name, value in _restored(holder, old, self._copies):
                 yield holder.slots, name, value
@@ -199,12 +205,15 @@ def _restored(
     yield from ((name, ABSENT) for name in holder.held if name not in old)
 
 
-def _lost(slot: Slot) -> str:
+def _refuse_lost(slot: Slot, contents: Contents) -> None:
+    """Raise RuntimeError if contents that have changed were not saved before."""
     module, name = slot
-    return (
-        f"{type(module).__name__} must change what its attribute {name!r} contains in every "
-        "forward or in none: it did for the first time after an earlier run that did not, and the "
-        "contents before are needed for recomputation. Assign a new object to the attribute "
-        "instead of changing it, or write activation_checkpointing='never'. If it is a layer of "
-        "another stage that changes the object, at the same time, give each layer its own."
-    )
+    if contents.lost:
+        raise RuntimeError(
+            f"{type(module).__name__} must change what its attribute {name!r} contains in every "
+            "forward or in none: it did for the first time after an earlier run that did not, and "
+            "the contents before are needed for recomputation. Assign a new object to the "
+            "attribute instead of changing it, or write activation_checkpointing='never'. If it is "
+            "a layer of another stage that changes the object, at the same time, give each layer "
+            "its own."
+        )

@@ -107,7 +107,10 @@ class BufferState:
         """Give the modules the saved buffers for the duration of a ``with`` block.
 
         Layers update the saved values, not the buffers themselves, which a graph may have saved.
+        Raises RuntimeError if a later run has edited one that was not saved.
         """
+        if self._versions:
+            self._check_saved()
         writes: list[Write] = []
         for module in self._modules:
             buffers = self._buffers.get(module, {})

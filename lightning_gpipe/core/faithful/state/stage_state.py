@@ -126,7 +126,7 @@ class StageState:
         edited = behavior.edited_parameters
         values = None if edited is None else self._owners.values()
         if values is None or not self._owners.holders:
-            self._owners = Owners(self._modules)
+            self._owners, self._generators = Owners(self._modules), None
             values = self._owners.values() or ()
         if self._generators is None:
             self._searched, self._searched_values = self._owners, values

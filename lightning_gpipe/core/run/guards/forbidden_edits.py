@@ -95,6 +95,7 @@ def check_unchanged(
     if shadows.edited:
         rule, cause = "parameters must not be edited", "an edit, such as an optimizer step"
     elif any(each.saved is not None and each.saved.buffers.lost for each in dropped):
+        # Or by a layer in a later micro-batch, for the first time, which keeps its activations.
         rule, cause = "buffers must not be edited", "an edit"
     elif stage.partition.modules != modules:
         rule, cause = "modules must not be added, removed or replaced", "other modules"
