@@ -139,3 +139,11 @@ def test_checksums_change_with_an_element(dtype: torch.dtype) -> None:
     x[1, 2] = 1
 
     assert not torch.equal(checksums(x), before)
+
+
+def test_checksums_change_with_the_order() -> None:
+    x = torch.arange(24.0).view(2, 3, 4)
+    orders = [x, x.flip(0), x.roll(1, 1), x.roll(1, 2), x.flip(0, 2)]
+    found = {tuple(checksums(each.contiguous()).tolist()) for each in orders}
+
+    assert len(found) == len(orders)
