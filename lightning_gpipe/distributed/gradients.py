@@ -6,6 +6,7 @@ are those of one process: a norm is made of the norms of the single parameters, 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -56,6 +57,9 @@ class SameParameters:
         self._divides = everyone is not None
         self._clip_with = clip_grad._clip_grads_with_norm_
         self._changes.write([(vars(clip_grad), "_clip_grads_with_norm_", self._clip_with_own)])
+        self._clip_by_total = torch.nn.utils.clip_grads_with_norm_
+        for place in (torch.nn.utils, clip_grad):
+            self._changes.write([(vars(place), "clip_grads_with_norm_", self._clip_with_total)])
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             self._scaler = plugin.scaler
             self._unscale_here = plugin.scaler._unscale_grads_
@@ -89,7 +93,7 @@ class SameParameters:
         dtype = reduce(torch.promote_types, [x.dtype for x in parameters] or [torch.float32])
         norms = [norm for norm in self.norms(parameters) if norm is not None]
         total = torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype))
-        torch.nn.utils.clip_grads_with_norm_(_shards(parameters), clip_val, total)
+        self._clip_by_total(_shards(parameters), clip_val, total)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = _shards(self._plugin.main_params(optimizer))
@@ -98,16 +102,29 @@ class SameParameters:
 
     def _clip_with_own(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse what ``clip_grad_norm_`` does with a norm of the gradients of this process."""
+        self._refuse_some("clip_grad_norm_", parameters)
+        self._clip_with(parameters, *args, **kwargs)
+
+    def _clip_with_total(
+        self, parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Refuse the norm of the gradients of this process, as ``get_total_norm`` returns it."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        own = torch.nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
+        if math.isclose(float(own), float(total_norm), rel_tol=1e-6):
+            self._refuse_some("clip_grads_with_norm_", parameters)
+        self._clip_by_total(parameters, max_norm, total_norm, *args, **kwargs)
+
+    def _refuse_some(self, function: str, parameters: Sequence[nn.Parameter]) -> None:
         elsewhere = [each.is_meta for each in parameters]
         if (any(elsewhere) and not all(elsewhere)) or self._divides:
             raise RuntimeError(
                 "gradients must be clipped by the norm of those of all processes: got "
-                f"clip_grad_norm_ with {len(elsewhere)} parameters in a process that has "
+                f"{function} with {len(elsewhere)} parameters in a process that has "
                 f"{sum(each.grad is not None for each in parameters)} of their gradients. Write "
                 "Trainer(gradient_clip_val=...), or in its place call "
                 "self.clip_gradients(optimizer, gradient_clip_val=...)."
             )
-        self._clip_with(parameters, *args, **kwargs)
 
     def _unscale(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         shards = [{"params": _shards(each["params"])} for each in optimizer.param_groups]

@@ -71,6 +71,9 @@ class Penalised(Classifier):
             loss = loss + sum(x.pow(2).sum() for x in self.parameters())
         if self.kind == "vector":
             loss = loss + torch.nn.utils.parameters_to_vector(self.parameters()).norm()
+        if self.kind == "sum in place":
+            for x in self.parameters():
+                loss += x.pow(2).sum()
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -80,6 +83,10 @@ class Penalised(Classifier):
             self.log_dict(grad_norm(self, 2))
         if self.kind == "clipped":
             torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        if self.kind == "clipped by halves":
+            gradients = [x.grad for x in self.parameters() if x.grad is not None]
+            total = torch.nn.utils.get_total_norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_(self.parameters(), 0.1, total)
 
 
 def fit_penalised(root: Path, kind: str) -> str:
@@ -89,7 +96,7 @@ def fit_penalised(root: Path, kind: str) -> str:
     return "".join(traceback.format_exception_only(error.value))
 
 
-@pytest.mark.parametrize("kind", ["sum", "vector", "item"])
+@pytest.mark.parametrize("kind", ["sum", "sum in place", "vector", "item"])
 def test_penalty_on_parameters_of_other_processes(tmp_path: Path, kind: str) -> None:
     with new_ranks(2) as ranks:
         first, second = ranks.run(fit_penalised, tmp_path, kind)
@@ -107,10 +114,14 @@ def test_norm_of_the_gradients_of_one_process(tmp_path: Path) -> None:
         assert "got log('grad_2.0_norm_total'). Write self.trainer.strategy.grad_norm(self)" in each
 
 
-def test_clipping_by_the_norm_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind, function",
+    [("clipped", "clip_grad_norm_"), ("clipped by halves", "clip_grads_with_norm_")],
+)
+def test_clipping_by_the_norm_of_one_process(tmp_path: Path, kind: str, function: str) -> None:
     """Each process clipped by a norm of its own: parameters around the layers went apart."""
     with new_ranks(2) as ranks:
-        first, second = ranks.run(fit_penalised, tmp_path, "clipped")
+        first, second = ranks.run(fit_penalised, tmp_path, kind)
 
-    assert "got clip_grad_norm_ with 8 parameters in a process that has 4 of their" in first
-    assert "got clip_grad_norm_ with 8 parameters in a process that has 6 of their" in second
+    assert f"got {function} with 8 parameters in a process that has 4 of their" in first
+    assert f"got {function} with 8 parameters in a process that has 6 of their" in second

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+
+from lightning_gpipe.core.frontends.absent import AbsentTensor, careful
 
 _ATTRIBUTE = "_lightning_gpipe_value"
 _LISTED = 6  # names in a message
@@ -50,7 +53,8 @@ class AwaitedParameter(nn.Parameter):
     """A parameter on the meta device that has the place of its value, as its copies have."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AwaitedParameter:
-        copied: AwaitedParameter = super().__deepcopy__(memo)
+        with DisableTorchFunctionSubclass():
+            copied: AwaitedParameter = super().__deepcopy__(memo)
         copied.__dict__.update(self.__dict__)
         return copied
 
@@ -66,10 +70,19 @@ def open_tensors(file: Path) -> Any:
     return safe_open(file, framework="pt")
 
 
+class AbsentParameter(AwaitedParameter):
+    """A parameter whose value another process has."""
+
+    __torch_function__: Any = classmethod(careful)
+
+
 def await_value(tensor: Tensor, value: StoredTensor | Source) -> None:
     """Set the place of the value of ``tensor``, on the meta device, until it is placed."""
-    if type(tensor) is nn.Parameter:
-        tensor.__class__ = AwaitedParameter
+    absent = value is Source.ELSEWHERE
+    if type(tensor) in (nn.Parameter, AwaitedParameter):
+        tensor.__class__ = AbsentParameter if absent else AwaitedParameter
+    elif type(tensor) is Tensor and absent:
+        tensor.__class__ = AbsentTensor
     setattr(tensor, _ATTRIBUTE, value)
 
 
