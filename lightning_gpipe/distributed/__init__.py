@@ -18,6 +18,7 @@ from lightning_gpipe.distributed.ddp import (
     equalise,
     equalise_buffers,
     gathered,
+    gathered_with_gradients,
     leaves_early,
     replicated,
 )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from torch import Tensor, nn
+from torch.autograd.function import Function
 from torch.distributed import (  # type: ignore[attr-defined]  # not in the stubs
     ProcessGroup,
     _broadcast_coalesced,
@@ -125,6 +126,28 @@ def gathered(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     everyone = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(everyone, tensor, group=group)
     return everyone
+
+
+def gathered_with_gradients(group: ProcessGroup, tensor: Tensor) -> Tensor:
+    """Return the tensors of all processes of a group, one after another in a new first dim.
+
+    Not by ``torch.distributed.nn``, whose backward over Gloo takes places in a group for ranks.
+    """
+    stacked: Tensor = _Gathered.apply(tensor, group)
+    return stacked
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return torch.stack(gathered(group, tensor.contiguous()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()], None
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -2,8 +2,9 @@
 
 If each process loaded its batches, random augmentation or a stream of unknown length would make
 them differ. So the first process loads them, and tells the others when there are no more. It also
-sends the states of the random generators that loading has changed, and in a prediction the indices
-of the rows. A process that does not read a batch gets it on the meta device, without values.
+sends the states of the random generators that have changed since the last one, and in a prediction
+the indices of the rows. A process that does not read a batch gets it on the meta device, without
+values.
 """
 
 from __future__ import annotations
@@ -98,17 +99,17 @@ class SharedLoader:
                 failed = f"{type(error).__name__}: {error}"
                 self._share((failed, None, [], [], None), number, iteration)
                 raise
+            # Also what one process has drawn since by itself, as in a callback of the first one.
             states = RandomState.capture().states if before.differences() else None
             indices = getattr(self._batch_sampler, _INDICES, [])
             readers = self._readers() if batch else None
             shared = batch if readers is None else map_tensors(outline, batch)
             self._share((None, states, shared, indices[count:], readers), number, iteration)
             self._group.hand(batch, set(readers or ()), _VALUES)
-            count = len(indices)
+            before, count = RandomState.capture(), len(indices)
             if not batch:
                 return
             yield batch[0]
-            before = RandomState.capture()
 
     def _receive(self, iteration: int) -> Iterator[Any]:
         indices: list[list[int]] = []

@@ -65,7 +65,7 @@ def _pipes_of(
     for name, container in containers.items():
         if _holds(container, network):
             return [PipedModule(root, name, container)]
-    if traced and any(True for _ in network.children()):
+    if traced and any(name != "parametrizations" for name, _ in network.named_children()):
         try:
             whole = PipedModule(root, path, network)
         except (UnsupportedForward, TypeError) as error:

@@ -760,8 +760,10 @@ class GPipeStrategy(ParallelStrategy):
             self._lightning_module = None
             if self._processes.split or self.options.divides_parameters:
                 to_cpu(module)
-        super().teardown()
-        self._lightning_module = module
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
 
     def _train_alone(self) -> None:
         """Leave the other processes: references to their groups could not be copied."""

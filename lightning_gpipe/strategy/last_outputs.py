@@ -246,7 +246,7 @@ class LastOutputs:
         if self._step is not None:  # after which all processes log it
             self._calls.append((path, call))
             return
-        if not isinstance(value, Metric):
+        if not (isinstance(value, Metric) or call.get("rank_zero_only")):
             call["value"] = self._first_ones(partial(call.__getitem__, "value"))
         self._replay([(path, call)])
 

@@ -299,6 +299,10 @@ class Asking(Classifier):
         self.found["sampler"] = (loader.sampler.num_replicas, loader.sampler.rank)
         gathered: Any = self.all_gather(torch.tensor(rank))
         self.found["gathered"] = gathered.tolist()
+        own = torch.tensor(float(rank), requires_grad=True)
+        everyone: Any = self.all_gather(own, sync_grads=True)
+        (everyone * torch.tensor([2.0, 3.0])).sum().backward()
+        self.found["gradient"] = float(own.grad)  # type: ignore[arg-type]
         self.found["mean"] = float(self.trainer.strategy.reduce(torch.tensor(float(rank))))
         self.found["drawn"] = float(torch.rand(()))
 
@@ -330,6 +334,7 @@ def test_what_the_processes_of_replicas_share(tmp_path: Path, four_ranks: Pool) 
     assert [each["sampler"] for each in found] == [(2, 0), (2, 0), (2, 1), (2, 1)]
     assert [each["gathered"] for each in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [each["mean"] for each in found] == [1.0, 2.0, 1.0, 2.0]
+    assert [each["gradient"] for each in found] == [4.0, 4.0, 6.0, 6.0]  # of both replicas' sums
     drawn = [each["drawn"] for each in found]
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
     assert len({each["weight"] for each in found}) == 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torchmetrics import MeanMetric
 
 from lightning_gpipe import GPipeStrategy, Rows
@@ -50,9 +51,10 @@ def paths(model: nn.Module, **options: Any) -> list[str]:
         (Model(body=nn.Sequential(layers(3), layers(3))), ["body"]),
         (Model(body=nn.ModuleList(layers(3)), head=nn.Linear(8, 1)), ["body"]),
         (Model(net=Chain(towers=nn.ModuleList([layers(4)]))), ["net.towers.0"]),
+        (Model(body=layers(3), head=weight_norm(nn.Linear(2, 8))), ["body"]),
         (Model(net=nn.ModuleDict({"a": layers(2), "b": layers(3)})), ["net.a", "net.b"]),
     ],
-    ids=["loss", "within", "nested", "list", "in a list", "dict"],
+    ids=["loss", "within", "nested", "list", "in a list", "parametrized head", "dict"],
 )
 def test_container_with_the_work(model: nn.Module, expected: list[str]) -> None:
     assert paths(model) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_gpipe.core.frontends.frontend import Frontend
 from lightning_gpipe.core.frontends.module_list.loop import Loop
@@ -72,7 +73,8 @@ def _outermost(root: nn.Module, accepts: Callable[[nn.Module], bool]) -> dict[st
 
 
 def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList) and _weight(module) > 0
+    layers = isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList)
+    return layers and _weight(module) > 0
 
 
 def _weight(module: nn.Module) -> int:

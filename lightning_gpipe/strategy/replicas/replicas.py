@@ -39,6 +39,7 @@ from lightning_gpipe.distributed import (
     SameParameters,
     WorldSizeCalls,
     gathered,
+    gathered_with_gradients,
     gradient_norms,
 )
 from lightning_gpipe.strategy.last_outputs import LastOutputs
@@ -185,7 +186,9 @@ class Replicas:
         if across is None:
             return tensor
         with self._waiting_for("the values of all replicas"):
-            return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
+            if sync_grads:
+                return gathered_with_gradients(across, tensor)
+            return _all_gather_ddp_if_available(tensor, group=across)
 
     def _waiting_for(self, what: str) -> AbstractContextManager[Any]:
         """A ``with`` block that all enter, unless the last stage may be alone in a step."""

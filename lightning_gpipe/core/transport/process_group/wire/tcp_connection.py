@@ -75,7 +75,8 @@ class TcpConnection:
             stream.settimeout(None)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._stream = stream
-            weakref.finalize(self, stream.close)  # not before: a thread may be in a call of it
+            # Not before: a thread may be in a call of it. Nor at exit, before the ends are told.
+            weakref.finalize(self, stream.close).atexit = False
             self.established.set()
             self._send_queue()
         return True
