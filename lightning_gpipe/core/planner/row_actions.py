@@ -64,8 +64,8 @@ def order_needs(order: ScheduleKind, recomputed: tuple[int, ...]) -> tuple[int, 
 def _row_actions(
     order: ScheduleKind, m: int, placement: tuple[int, ...], recomputed: tuple[int, ...]
 ) -> RowActions:
-    if order.definition.patterns is not None:
-        return _of_patterns(order.patterns(m, placement), split=order.split)
+    if (patterns := order.definition.patterns) is not None:
+        return _of_patterns(patterns(m, placement), split=order.split)
     rows = order.build(m, placement, recomputed or m).rows
     index = {kind: number for number, kind in enumerate(ROW_KINDS)}
     numbers = [(index[kind], i, j) for kind, i, j in chain.from_iterable(rows)]

@@ -39,10 +39,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
-from typing import Any
 
 from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors, successor
 
@@ -89,7 +88,6 @@ class Schedule:
         caller: The actions of the caller while the only phase runs, in order; empty if its code
             runs before, between and after the phases.
         whole: The schedule with all actions of the caller, if those here are only some of them.
-        kind: The name or the block by which it was made, and whether its backwards are split.
     """
 
     m: int
@@ -97,7 +95,6 @@ class Schedule:
     phases: tuple[tuple[Row, ...], ...]
     caller: Row = ()
     whole: Schedule | None = None
-    kind: tuple[Any, bool] = field(default=("fill_drain", False), compare=False)
 
     @property
     def n(self) -> int:

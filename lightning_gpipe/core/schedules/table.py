@@ -133,14 +133,13 @@ def schedule_for(
     else:
         assert definition.rows is not None, "an entry has patterns, a block or rows"
         rows = definition.rows(m, placement, recomputed)
-    kind = ScheduleKind(schedule, split)
     if definition.by_micro_batch:
-        return with_caller(Schedule(m, placement, (rows,), kind=kind), starts)
+        return with_caller(Schedule(m, placement, (rows,)), starts)
     fill, drain = (
         tuple(tuple(a for a in row if (a.kind is Kind.FORWARD) == forward) for row in rows)
         for forward in (True, False)
     )
-    return Schedule(m, placement, (fill, drain), kind=kind)
+    return Schedule(m, placement, (fill, drain))
 
 
 fill_drain = partial(schedule_for, "fill_drain")  # of a mini-batch with one loss
@@ -174,10 +173,6 @@ class ScheduleKind(NamedTuple):
 
     def __str__(self) -> str:
         return self.arguments or "schedule='fill_drain'"
-
-    def patterns(self, m: int, placement: Sequence[int]) -> Sequence[Pattern]:
-        assert self.definition.patterns is not None, "schedules without patterns are not planned"
-        return self.definition.patterns(m, placement)
 
     def build(
         self, m: int, placement: tuple[int, ...], recomputed: int | tuple[int, ...] = 0

@@ -12,11 +12,9 @@ from lightning_gpipe.core.schedules.action import Action, Kind
 from lightning_gpipe.core.schedules.placement import folded, looped
 from lightning_gpipe.core.schedules.schedule import Schedule
 from lightning_gpipe.core.schedules.table import (
-    KINDS,
     SCHEDULES,
     ByMicroBatch,
     ScheduleDefinition,
-    ScheduleKind,
     ScheduleName,
     check_by_micro_batch,
     check_schedule,
@@ -51,17 +49,6 @@ def test_new_schedule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         check_schedule("newer")
     assert is_by_micro_batch("new")
     assert schedule_for("new", 3, (0, 1, 1, 0)) == schedule_for("zero_bubble_v", 3, (0, 1, 1, 0))
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("workers", range(1, 4))
-def test_schedule_has_its_kind(kind: ScheduleKind, workers: int) -> None:
-    for placement in (one_each(workers), looped(2 * workers, workers)):
-        for m in (workers, 3 * workers):
-            if kind.possible(m, placement):
-                schedule = kind.build(m, placement, 1)
-
-                assert ScheduleKind(*schedule.kind) == kind
 
 
 def test_one_forward_one_backward() -> None:
