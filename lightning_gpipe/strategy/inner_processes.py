@@ -195,7 +195,7 @@ class InnerProcesses:
 
     def _tensors_elsewhere(self) -> Iterator[tuple[str, Tensor]]:
         for j, partition in enumerate(self._layout.partitions):
-            for title, layer in zip(partition.titles, partition.layers, strict=True):
+            for title, layer in partition.titled_layers:
                 if j not in self._layout.stages_here:
                     tensors = layer.named_parameters(), layer.named_buffers()
                     yield from (

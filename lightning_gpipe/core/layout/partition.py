@@ -12,7 +12,7 @@ depend on the balance::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, chain, pairwise, takewhile
@@ -44,6 +44,10 @@ class Partition:
             return [f"layer {k}" for k in self.indices]
         # In a nested Sequential without names of its own, ``layer 0.1``.
         return [f"layer {name}" if name[0].isdigit() else name for name in self.names]
+
+    @property
+    def titled_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        return zip(self.titles, self.layers, strict=True)
 
     @property
     def indices(self) -> range:

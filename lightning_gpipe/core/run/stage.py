@@ -118,8 +118,7 @@ class Stage:
         self.state.refresh()
         parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         if has_shards(modules, parameters):
-            layers = zip(self.partition.titles, self.partition.layers, strict=True)
-            check_whole(layers, RuntimeError)
+            check_whole(self.partition.titled_layers, RuntimeError)
         if self.on_host:
             self._place_additions()
         if not {self.device}.issuperset(map(_DEVICE, parameters)):
@@ -173,7 +172,7 @@ class Stage:
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter in the layers, such as ``layer 3.linear.weight``."""
-        for title, layer in zip(self.partition.titles, self.partition.layers, strict=True):
+        for title, layer in self.partition.titled_layers:
             for name, other in layer.named_parameters():
                 if other is parameter:
                     return f"{title}.{name}"
@@ -181,7 +180,7 @@ class Stage:
 
     def layer_raising(self, error: BaseException) -> str:
         """Name the innermost module that raised an error: ``, in layer 3.1 (Linear)``."""
-        layers = zip(self.partition.titles, self.partition.layers, strict=True)
+        layers = self.partition.titled_layers
         names = {m: name for title, layer in layers for name, m in layer.named_modules(None, title)}
         raising = (m for m in modules_raising(error) if m in names)
         return next((f", in {names[m]} ({type(m).__name__})" for m in raising), "")
@@ -192,7 +191,7 @@ class Stage:
         norms = [module for module in modules if isinstance(module, Norm)]
         self._norms = norms if self._deferred_batch_norm else []
         self.state = StageState(modules, deferred=self._deferred_batch_norm)
-        titles = zip(self.partition.titles, self.partition.layers, strict=True)
+        titles = self.partition.titled_layers
         self.titled = [(layer, f"{title} ({type(layer).__name__})") for title, layer in titles]
         self.watches = RowWatches(self.titled)
 

@@ -53,8 +53,7 @@ class LostGradients:
 
     def check(self) -> None:
         for reference, parameter in self._leaves:
-            leaf = reference()
-            if leaf is not None and leaf.grad is not None:
+            if (leaf := reference()) is not None and leaf.grad is not None:
                 _refuse(self._stage, parameter, leaf)
 
     def check_graph(self) -> None:
@@ -63,8 +62,7 @@ class LostGradients:
         It may free a graph before the stage's own backward, or need what that has freed.
         """
         for reference, parameter in self._leaves:
-            leaf = reference()
-            if leaf is not None and leaf.requires_grad and is_written(leaf):
+            if (leaf := reference()) is not None and leaf.requires_grad and is_written(leaf):
                 _refuse(self._stage, parameter, leaf)
 
     def warn_of_kept(self) -> None:
@@ -94,8 +92,7 @@ class LostGradients:
         """Raise RuntimeError if layers captured a leaf, whose gradient would go to the caller."""
         ids = set(map(id, captured))
         for reference, parameter in self._leaves:
-            leaf = reference()
-            if leaf is not None and id(leaf) in ids:
+            if (leaf := reference()) is not None and id(leaf) in ids:
                 _refuse_use(self._stage, parameter, leaf)
 
     def check_inputs_captured(self, captured: Collection[int]) -> None:
@@ -223,7 +220,7 @@ def _names_of_kept(stage: Stage, leaves: Collection[int]) -> list[str]:
     """Name kept tensors with one of these in their graph, as ``layer 3.attention.cache[0]``."""
     return [
         name
-        for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True)
+        for title, layer in stage.partition.titled_layers
         for path, value in [*attributes_in(layer), *layer.named_buffers()]
         for name, tensor in _tensors_in(f"{title}.{path}", value)
         if tensor.grad_fn is not None

@@ -85,7 +85,7 @@ def warn_of_attributes(stage: Stage, leaves: Iterable[object]) -> None:
 def _shared_by(partitions: Iterable[Partition]) -> list[_Shared]:
     names_of: dict[int, tuple[object, dict[int, str]]] = {}
     for j, partition in enumerate(partitions):
-        for title, layer in zip(partition.titles, partition.layers, strict=True):
+        for title, layer in partition.titled_layers:
             for name, value in attributes_in(layer):
                 for item in within(value):
                     if isinstance(item, CONTAINERS) or is_user_object(item):

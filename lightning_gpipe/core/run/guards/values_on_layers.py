@@ -136,7 +136,7 @@ class ValuesOnLayers:
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for partition in self._partitions:
-            for title, layer in zip(partition.titles, partition.layers, strict=True):
+            for title, layer in partition.titled_layers:
                 yield from layer.named_modules(prefix=title)
 
     def _modules(self) -> Iterator[_Slots]:
