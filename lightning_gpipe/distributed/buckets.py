@@ -82,7 +82,7 @@ class Flat(NamedTuple):
 
 
 def buckets_of(
-    parameters: Iterable[nn.Parameter], cap: float, shares: Shares | None = None
+    parameters: Iterable[nn.Parameter], cap: float, shares: Shares | None
 ) -> list[Bucket]:
     """Divide parameters into buckets of some bytes each, by their owners if there are shares."""
     buckets: list[Bucket] = []

@@ -42,7 +42,7 @@ def bucket_bytes(ddp: Mapping[str, Any]) -> float:
     return float(ddp.get("bucket_cap_mb") or 25) * 2**20
 
 
-def check_options(ddp: Mapping[str, Any] | None, replicas: int, *, wraps: bool = True) -> None:
+def check_options(ddp: Mapping[str, Any] | None, replicas: int, *, wraps: bool) -> None:
     """Raise ValueError for options that a wrapper, if any, does not have, or without effect."""
     supported = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OWN
     if ddp is not None and replicas == 1:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def whole_state(
-    module: nn.Module, group: Group, elsewhere: Collection[str], kept: Collection[str] | None = None
+    module: nn.Module, group: Group, elsewhere: Collection[str], kept: Collection[str] | None
 ) -> dict[str, Any]:
     """Return a module's state dict with the values of all processes; empty in all but the first.
 
@@ -43,7 +43,7 @@ def own_state(
     module: nn.Module,
     group: Group,
     elsewhere: Collection[str],
-    kept: Collection[str] | None = None,
+    kept: Collection[str] | None,
     *,
     whole: bool = False,
 ) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class GradientsAround:
         shared: Collection[int],
         *,
         alone: bool,
-        shares: Shares | None = None,
+        shares: Shares | None,
     ) -> None:
         self.homes: dict[int, Home] = {}  # by the ids of parameters, once they are known
         self._around = around

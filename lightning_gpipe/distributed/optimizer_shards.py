@@ -36,7 +36,7 @@ class OptimizerShards:
         shares: Shares,
         waiting: Callable[[], AbstractContextManager[None]],
         *,
-        divides_gradients: bool = False,
+        divides_gradients: bool,
     ) -> None:
         self._shares = shares
         self._waiting = waiting

@@ -20,7 +20,7 @@ class Shares:
     The parameters ``around`` are divided first, so that all processes of a pipeline agree on them.
     """
 
-    def __init__(self, group: ProcessGroup, around: Iterable[Tensor] = ()) -> None:
+    def __init__(self, group: ProcessGroup, around: Iterable[Tensor]) -> None:
         self.group = group
         self._owner_of: dict[Tensor, int] = {}
         self._totals = [0] * group.size()  # in elements

@@ -25,7 +25,7 @@ _COMPARABLE = (Tensor, *PLAIN)
 
 
 def key_of(
-    stage: Stage, part: Part, inputs: FlatTree, kind_of: KindOf, *, numbered: bool = True
+    stage: Stage, part: Part, inputs: FlatTree, kind_of: KindOf, *, numbered: bool
 ) -> Hashable:
     """Return a key equal for layers that cost the same; unique for one that cannot be compared.
 

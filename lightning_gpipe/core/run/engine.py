@@ -208,7 +208,7 @@ class Engine:
         schedule: Schedule,
         losses: Losses,
         modules: Iterable[nn.Module],
-        division: Callable[[], Division | None] = lambda: None,
+        division: Callable[[], Division | None],
     ) -> tuple[Tensor | None, list[Any]]:
         """Run the caller's code for each micro-batch, with forwards and backwards in one phase.
 

@@ -49,7 +49,7 @@ class MiniBatch(MiniBatchRun):
         *,
         label: Label,
         execution: Execution,
-        terms: bool = False,
+        terms: bool,
     ) -> None:
         super().__init__(equipment, schedule, execution, context, label)
         self._unfinished = equipment.unfinished

@@ -140,7 +140,7 @@ class MiniBatchRun:
         inputs: FlatTree,
         division: Callable[[], Division | None],
         *,
-        terms: bool = False,
+        terms: bool,
     ) -> None:
         """Give the stages their parts of a program; with ``terms`` they collect loss terms."""
         stages = self.equipment.stages
@@ -167,7 +167,7 @@ class MiniBatchRun:
         return works
 
     def begin_passes(
-        self, generators: SharedGenerators | None, values: Mapping[int, Tensor] | None = None
+        self, generators: SharedGenerators | None, values: Mapping[int, Tensor] | None
     ) -> None:
         """Make new passes; again if forward runs again because layers draw.
 

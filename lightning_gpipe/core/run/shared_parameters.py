@@ -28,7 +28,7 @@ Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient of it
 class Ties:
     """Sends values and gradients of shared parameters; ``at_last``: outputs are at the end."""
 
-    def __init__(self, layout: Layout, *, at_last: bool = False) -> None:
+    def __init__(self, layout: Layout, *, at_last: bool) -> None:
         self._ties = [tie for tie in ties_of(layout) if not (at_last and tie.home == CALLER)]
         self._here = layout.stages_here
 

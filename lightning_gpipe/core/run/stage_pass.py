@@ -134,7 +134,7 @@ class StagePass:
         if variables is not None:
             self._context = self._context._replace(variables=variables)
 
-    def set_program(self, i: int, program: Program, *, terms: bool = False) -> None:
+    def set_program(self, i: int, program: Program, *, terms: bool) -> None:
         """Let micro-batch ``i`` run another program; called before its inputs are sent."""
         self.works[i] = Work(self.stage, program, terms=terms)
         self._bare &= not terms

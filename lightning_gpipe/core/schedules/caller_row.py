@@ -32,7 +32,7 @@ class _Wait(NamedTuple):
     waiting: Action
 
 
-def with_caller(schedule: Schedule, starts: Sequence[int] = (0,)) -> Schedule:
+def with_caller(schedule: Schedule, starts: Sequence[int]) -> Schedule:
     """Return a schedule of a single phase with the caller's row.
 
     ``starts`` are the first stages of the modules in a chain.

@@ -59,7 +59,7 @@ class BlockCalls:
         title: str,
         n: int,
         run: RunProgram,
-        processes: OwnerProcesses | None = None,
+        processes: OwnerProcesses | None,
     ) -> None:
         self._processes = processes
         self._rehearse = only_here if processes is None else processes.rehearse

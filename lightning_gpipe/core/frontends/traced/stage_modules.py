@@ -31,7 +31,7 @@ class TensorHolder(nn.Module):
 class StageModules:
     """The modules of each stage, as cut by ``graphs``; the stage of each is added to ``own``."""
 
-    def __init__(self, graphs: Sequence[CallGraph], own: Ownership, prefix: str = "") -> None:
+    def __init__(self, graphs: Sequence[CallGraph], own: Ownership, prefix: str) -> None:
         self._root = graphs[0].root
         self.own = own
         self._readers = _readers(graphs, own)

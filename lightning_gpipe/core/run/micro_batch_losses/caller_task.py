@@ -55,8 +55,8 @@ class CallerTask(RowTask):
         context: Context,
         first: Call,
         set_call: Callable[[Call, int | None], None],
-        told: Collection[int] = (),
-        at_last_loss: Callable[[], None] = lambda: None,
+        told: Collection[int],
+        at_last_loss: Callable[[], None],
     ) -> None:
         super().__init__(timeline.schedule.caller, exchange, context)
         self._run = timeline.run_by_caller

@@ -126,7 +126,7 @@ class UserStep:
         context: Context,
         outside: OutsideGradients,
         values: Sequence[ValuesOnLayers],
-        starts: Sequence[int] = (0,),
+        starts: Sequence[int],
     ) -> None:
         self.m = m
         self.losses = losses

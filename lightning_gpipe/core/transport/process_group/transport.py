@@ -262,7 +262,7 @@ class ProcessGroupTransport(Transport):
         layout: Layout,
         runner: LocalTransport | InlineTransport,
         connection: Connection,
-        pipeline: int = 0,
+        pipeline: int,
     ) -> None:
         self._layout = layout
         self._runner = runner

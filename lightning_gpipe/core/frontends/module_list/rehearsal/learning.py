@@ -197,7 +197,7 @@ class CacheRule:
     in libraries that recompute layers. ``spread``: other processes fill objects of their own.
     """
 
-    def __init__(self, *, spread: bool = False) -> None:
+    def __init__(self, *, spread: bool) -> None:
         self._spread = spread
         self._warned_without = False
         self._warned_one_by_one = False
