@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_gpipe.callbacks.running import check_positive, milliseconds, pipeline_of, strategy_of
 from lightning_gpipe.core.balance import Place, Shift, recomputing, shift_for, time_costs
+from lightning_gpipe.core.layout import outside_stage
 from lightning_gpipe.core.pipeline import GPipe, memory_of
 from lightning_gpipe.core.run import Observation, Timeline, typical
 
@@ -159,7 +160,7 @@ def _best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
     layout, stages = piped.pipeline.layout, piped.stages
     placement = layout.placement[stages.start : stages.stop]
     places = [Place(memory=memory_of(layout.device_of(j))) for j in stages]
-    outside = layout.n - 1 if layout.around == "last" else 0
+    outside = outside_stage(layout.around, layout.n)
     if outside in stages:
         place = places[outside - stages.start]
         places[outside - stages.start] = replace(place, taken=profile.around.held_bytes)

@@ -9,10 +9,11 @@ from typing import Literal
 from lightning_gpipe.core.balance.costs import LayerCosts, Place, Transfer
 from lightning_gpipe.core.balance.profiles import ModelProfile
 from lightning_gpipe.core.balance.solver import solve_on
-from lightning_gpipe.core.layout import Around, layer_ranges
+from lightning_gpipe.core.layout import Around, layer_ranges, outside_stage
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
     check_activation_checkpointing,
+    held_at_once,
     recomputed_by_stage,
 )
 
@@ -30,7 +31,7 @@ def stage_costs(
     profile: ModelProfile, balance: Sequence[int], mode: ActivationCheckpointing, around: Around
 ) -> list[StageCosts]:
     """Return the costs of each stage, one of which has the modules around the layers."""
-    outside = len(balance) - 1 if around == "last" else 0
+    outside = outside_stage(around, len(balance))
     places = recomputing([Place()] * len(balance), profile, mode)
     times, costs = time_costs(profile).of_stages(balance, places), []
     for j, (place, own) in enumerate(zip(places, layer_ranges(balance), strict=True)):
@@ -50,7 +51,7 @@ def recomputing(
     check_activation_checkpointing(mode, len(places))
     numbers = recomputed_by_stage(mode, m, len(places))
     return [
-        replace(place, alive=max(m - k, min(1, k)), extra=k / m)
+        replace(place, alive=held_at_once(m, k), extra=k / m)
         for place, k in zip(places, numbers, strict=True)
     ]
 

@@ -13,6 +13,7 @@ from lightning_gpipe.core.layout.layout import (
     check_devices,
     check_weights,
     lay_out,
+    outside_stage,
     ties_of,
 )
 from lightning_gpipe.core.layout.module_attributes import (

@@ -34,6 +34,11 @@ def check_around(around: str) -> None:
         )
 
 
+def outside_stage(around: Around, n: int) -> int:
+    """Return the one of ``n`` stages whose device has the modules around them."""
+    return n - 1 if around == "last" else 0
+
+
 def check_devices(devices: Any) -> None:
     """Refuse a single device, or a number of them, in the place of a list."""
     if devices is not None and (not isinstance(devices, Sequence) or isinstance(devices, str)):
@@ -110,7 +115,7 @@ class Layout:
 
     @cached_property
     def stages_here(self) -> list[int]:
-        return [j for j in range(self.n) if self.owner_of(j) == self.rank]
+        return self.stages_at(self.rank)
 
     @property
     def first_here(self) -> bool:
@@ -148,6 +153,9 @@ class Layout:
 
     def owner_of(self, j: int) -> int:
         return self.owners[self.placement[j]]
+
+    def stages_at(self, rank: int) -> list[int]:
+        return [j for j in range(self.n) if self.owner_of(j) == rank]
 
     def stages_of(self, worker: int) -> list[int]:
         return self._stages_of[worker]

@@ -10,6 +10,7 @@ from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
+from lightning_gpipe.core.schedules import held_at_once
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class LowerBounds:
     profiles: Sequence[ModelProfile]
     places: Sequence[Place]
     rows: int
-    replicas: int = 1
+    replicas: int
 
     def devices(self, candidate: PlannedSettings) -> list[int]:
         """The device of each stage, of the best: the fastest, and of these the largest."""
@@ -88,4 +89,4 @@ def _least_alive(candidate: PlannedSettings) -> int:
     m, numbers = candidate.chunks, candidate.recomputed
     if not numbers or candidate.order.by_micro_batch:
         return 1
-    return min(max(m - k, min(1, k)) for k in numbers)
+    return min(held_at_once(m, k) for k in numbers)

@@ -16,7 +16,7 @@ from operator import ge
 from typing import Any, Literal
 
 from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.layout import Around, layer_ranges
+from lightning_gpipe.core.layout import Around, layer_ranges, outside_stage
 from lightning_gpipe.core.planner.action_costs import ActionCosts, Bytes, least_number, most_alive
 from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory, StagePrediction
 from lightning_gpipe.core.planner.row_actions import ROW_KINDS, RowActions, row_actions
@@ -273,7 +273,7 @@ class Prediction:
     @cached_property
     def _outside(self) -> int:
         """The stage whose device has the modules around the layers."""
-        return len(self.places) - 1 if self.around == "last" else 0
+        return outside_stage(self.around, len(self.places))
 
     @cached_property
     def _static(self) -> list[Memory]:

@@ -24,7 +24,7 @@ from lightning_gpipe.core.balance import (
     solve_on,
     time_costs,
 )
-from lightning_gpipe.core.layout import SHARDINGS, Around, ShardingName, Weights
+from lightning_gpipe.core.layout import SHARDINGS, Around, ShardingName, Weights, outside_stage
 from lightning_gpipe.core.planner.action_costs import ActionCosts
 from lightning_gpipe.core.planner.bounds import LowerBounds
 from lightning_gpipe.core.planner.predicted_stage import HeldShares, Memory
@@ -33,10 +33,10 @@ from lightning_gpipe.core.planner.row_actions import row_actions
 from lightning_gpipe.core.planner.settings import PlannedSettings, doubled, fewer_stages
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes, sizes_of
 from lightning_gpipe.core.schedules import (
-    FILL_DRAIN,
     KINDS,
     ActivationCheckpointing,
     ScheduleKind,
+    held_at_once,
     recomputed_by_stage,
 )
 
@@ -56,18 +56,18 @@ class PlanSearch:
     profiles: tuple[ModelProfile, ...]
     places: tuple[Place, ...]
     rows: int
-    stages: int | None = None
-    balance: tuple[int, ...] | None = None
-    chunks: int | None = None
-    most: int | None = None
-    activation_checkpointing: ActivationCheckpointing | None = None
-    around: Around = "last"
-    orders: tuple[ScheduleKind, ...] = (FILL_DRAIN,)
-    weights: tuple[Weights, ...] = ("device",)
-    offload: tuple[bool | tuple[int, ...] | Literal["auto"], ...] = (False,)
-    sharding: tuple[ShardingName | None, ...] = (None,)
-    replicas: int = 1
-    every_device: bool = False
+    stages: int | None
+    balance: tuple[int, ...] | None
+    chunks: int | None
+    most: int | None
+    activation_checkpointing: ActivationCheckpointing | None
+    around: Around
+    orders: tuple[ScheduleKind, ...]
+    weights: tuple[Weights, ...]
+    offload: tuple[bool | tuple[int, ...] | Literal["auto"], ...]
+    sharding: tuple[ShardingName | None, ...]
+    replicas: int
+    every_device: bool
     predictions: dict[Hashable, Prediction] = field(default_factory=dict, repr=False, compare=False)
 
     def is_measured(self, order: ScheduleKind) -> bool:
@@ -94,7 +94,7 @@ class PlanSearch:
         ]
 
     def numbers_of_stages(
-        self, order: ScheduleKind, weights: Weights = "device", sharding: ShardingName | None = None
+        self, order: ScheduleKind, weights: Weights, sharding: ShardingName | None
     ) -> list[int]:
         """Return the numbers of stages to try; more than devices, too, if weights come and go."""
         devices = min(len(self.places), self.layers)
@@ -240,7 +240,7 @@ class PlanSearch:
             most, least = (self._alive(candidate, (k,) * n) for k in (0, m))
             bounds = zip(places, most, least, strict=True)
             places = [replace(p, alive=a, least=b, micro_batches=m) for p, a, b in bounds]
-        outside = len(places) - 1 if self.around == "last" else 0
+        outside = outside_stage(self.around, len(places))
         profile = self._bounds.profile(m)
         outputs = output_bytes(profile, sizes_of(self.rows, m), candidate.order)
         shares = HeldShares.around_stages(candidate, self.replicas)
@@ -268,7 +268,7 @@ class PlanSearch:
     def _counted(self, order: ScheduleKind, m: int, recomputed: tuple[int, ...]) -> list[float]:
         n = len(recomputed)
         if not order.by_micro_batch:
-            return [float(max(m - k, min(1, k))) for k in recomputed]
+            return [float(held_at_once(m, k)) for k in recomputed]
         (whole,) = costs_of(
             self._bounds.profile(m), [self.layers], self.rows // m, split=order.split
         )

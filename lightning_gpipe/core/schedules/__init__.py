@@ -25,6 +25,7 @@ from lightning_gpipe.core.schedules.placement import counted, folded, looped
 from lightning_gpipe.core.schedules.recompute import (
     ActivationCheckpointing,
     check_activation_checkpointing,
+    held_at_once,
     recomputed_by_stage,
 )
 from lightning_gpipe.core.schedules.schedule import Schedule

@@ -59,3 +59,11 @@ def recomputed_by_stage(value: ActivationCheckpointing, m: int, n: int) -> tuple
         case int(k):
             return (min(k, m),) * n
     return tuple(min(int(k), m) for k in value)
+
+
+def held_at_once(m: int, k: int) -> int:
+    """Return for how many of ``m`` micro-batches a stage that recomputes ``k`` holds activations.
+
+    So many are alive at most in a schedule whose forwards all come first.
+    """
+    return max(m - k, min(1, k))

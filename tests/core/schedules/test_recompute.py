@@ -5,6 +5,7 @@ import pytest
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from lightning_gpipe.core.schedules.recompute import (
     check_activation_checkpointing,
+    held_at_once,
     recomputed_by_stage,
 )
 
@@ -26,6 +27,11 @@ def test_mode_counts_the_recomputed(mode: ActivationCheckpointing, counts: list[
 
 def test_number_for_each_stage() -> None:
     assert recomputed_by_stage([9, 1, 0], m=4, n=3) == (4, 1, 0)
+
+
+@pytest.mark.parametrize("k, held", [(0, 4), (1, 3), (3, 1), (4, 1)])
+def test_activations_held_at_once(k: int, held: int) -> None:
+    assert held_at_once(4, k) == held
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never", 0, 3, [3, 0], (1, 2)])

@@ -20,7 +20,7 @@ from lightning_gpipe.core.balance import (
     solve_on,
     time_costs,
 )
-from lightning_gpipe.core.layout import Around, check_balance, check_enough_layers
+from lightning_gpipe.core.layout import Around, check_balance, check_enough_layers, outside_stage
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.schedules import ActivationCheckpointing
@@ -79,7 +79,7 @@ def balances_for(
             )
         check_enough_layers(len(piped.frontend.units), devices, piped.name)
         if balance not in places:
-            places[balance] = _places(balance, measuring, -1 if around == "last" else 0)
+            places[balance] = _places(balance, measuring, outside_stage(around, devices))
         mode = measuring.activation_checkpointing
         if isinstance(mode, list | tuple) and len(mode) > devices:  # of all stages of a chain
             first = sum(map(len, sizes))

@@ -95,7 +95,7 @@ class GradientsAhead:
         if kind is not Kind.FORWARD or not any(map(requires_grad, leaves)):
             return
         if mail.route is not None:
-            stages = [j for j in range(self._layout.n) if self._layout.owner_of(j) == rank]
+            stages = self._layout.stages_at(rank)
             self._forms.update((Action(Kind.BACKWARD, i, j), None) for j in stages)
         elif len(leaves) == 1 and has_number(leaves[0].dtype):
             form, content = form_and_bytes(leaves[0].detach(), (leaves[0].device.index, 0))

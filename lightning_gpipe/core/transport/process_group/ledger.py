@@ -61,13 +61,11 @@ class Failure(NamedTuple):
         return error
 
 
-def names_of(ranks: Sequence[int], numbers: Sequence[int], layout: Layout | None = None) -> str:
+def names_of(ranks: Sequence[int], numbers: Sequence[int], layout: Layout | None) -> str:
     """Name processes by their global ranks ``numbers``, and their stages if there is a layout."""
     names = []
     for rank in ranks:
-        stages = (
-            [] if layout is None else [j for j in range(layout.n) if layout.owner_of(j) == rank]
-        )
+        stages = [] if layout is None else layout.stages_at(rank)
         numbered = ", ".join(map(str, stages))
         where = f" (stage{'s' * (len(stages) > 1)} {numbered})" if stages else ""
         names.append(f"rank {numbers[rank]}{where}")
