@@ -21,7 +21,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_gpipe.core.data import map_tensors, outline
+from lightning_gpipe.core.data import map_tensors, outline, tensors_of
 from lightning_gpipe.core.faithful import RandomState
 from lightning_gpipe.distributed.group import Group
 
@@ -143,9 +143,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def is_without_values(batch: Any) -> bool:
     """Return True for a batch that this process does not read."""
-    on_meta: list[bool] = []
-    map_tensors(lambda tensor: on_meta.append(tensor.is_meta), batch)
-    return any(on_meta)
+    return any(tensor.is_meta for tensor in tensors_of(batch))
 
 
 def has_batch_hooks(*owners: Any) -> bool:

@@ -30,6 +30,7 @@ from lightning_gpipe.core.data import (
     map_tensors,
     outline,
     receiving,
+    tensors_of,
     term_receiver,
 )
 from lightning_gpipe.core.faithful import (
@@ -294,7 +295,7 @@ class InnerProcesses:
             owner = self._layout.owner_of(route.target)
             if owner in self._places:
                 tensors = [value_of[number] for number in route.numbers]
-                size = sum(bytes_of(x) * (m if is_whole(x) else 1) for x in _tensors(tensors))
+                size = sum(bytes_of(x) * (m if is_whole(x) else 1) for x in tensors_of(tensors))
                 sent[owner] = sent.get(owner, 0) + size
         return max(sent.values(), default=0) > sum(bytes_of(x) for x, _ in self._versions)
 
@@ -351,9 +352,3 @@ class InnerProcesses:
             if id(parameter) in own
         ]
         return Journal().changed(slots)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found

@@ -43,6 +43,7 @@ from lightning_gpipe.core.data.pytree import (
     parted,
     spec_of,
     spec_parts,
+    tensors_of,
     tree_flatten,
     tree_unflatten,
 )

@@ -149,6 +149,13 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_instances(Tensor, function, tree)
 
 
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of a tree."""
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)
+    return found
+
+
 def change_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Replace each tensor of the tree by ``function(tensor)``, with the same marks."""
     return map_tensors(lambda leaf: copy_marks(leaf, function(leaf)), tree)

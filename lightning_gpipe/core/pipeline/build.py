@@ -182,7 +182,7 @@ def recut(
         )
     for piped in modules:
         piped.pipeline.close()
-        piped.release()
+        piped.frontend.remove()
     try:
         rebuild(modules, balances, move=True)
     except BaseException:

@@ -500,7 +500,7 @@ class GPipe(StandIn):
     def release(self) -> None:
         """Let the model itself run as without a pipeline; its layers stay on their devices."""
         for piped in self.piped_modules:
-            piped.release()
+            piped.frontend.remove()
 
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""

@@ -79,9 +79,6 @@ class PipedModule:
         self.pipeline, self.stages = pipeline, stages
         self.frontend.install(self._run_program, pipeline.engine)
 
-    def release(self) -> None:
-        self.frontend.remove()
-
     @contextmanager
     def watched(self, run: RunProgram) -> Iterator[None]:
         """Let calls of the cut model call ``run`` and not a pipeline, in a ``with`` block."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpipe.core.data import bytes_of, map_tensors
+from lightning_gpipe.core.data import bytes_of, tensors_of
 
 # Optimizers over the parameters of a model, or a function of a list of parameters.
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Optimizer] | None
@@ -83,9 +83,7 @@ def _of_one(parameter: nn.Parameter, make: Callable[[list[nn.Parameter]], Optimi
                 f"{make!r} raised {type(error).__name__}: {error}. Pass another one whose state "
                 "is of the same size, such as optimizer=torch.optim.AdamW, or None."
             ) from error
-    sizes: list[int] = []
-    map_tensors(lambda tensor: sizes.append(bytes_of(tensor)), state)
-    return sum(sizes)
+    return sum(map(bytes_of, tensors_of(state)))
 
 
 def _state_of(stand_in: Tensor, make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Any]:

@@ -39,10 +39,6 @@ class Sharding:
         self._processes = processes
         self._optimizers: OptimizerShards | None = None
 
-    @property
-    def _of_parameters(self) -> bool:
-        return self._processes.options.divides_parameters
-
     def gather_parameters(self, module: nn.Module, device: torch.device) -> None:
         """Give each replica the parameters that a fit before, of any strategy, has divided."""
         across = self._processes.across
@@ -59,11 +55,11 @@ class Sharding:
         if module is None or groups is None:
             return nullcontext()
         mesh = groups.mesh["data_parallel"]
-        return undoing_fully_shard(module, mesh, divides=self._of_parameters)
+        return undoing_fully_shard(module, mesh, divides=self._processes.options.divides_parameters)
 
     def divide_parameters(self, module: nn.Module, pipelined: PipelinedModule) -> None:
         across, groups = self._processes.across, self._processes.groups
-        if across is None or groups is None or not self._of_parameters:
+        if across is None or groups is None or not self._processes.options.divides_parameters:
             return
         pipeline = pipelined.single
         if pipeline is None:
@@ -111,7 +107,7 @@ class Sharding:
     def check_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks that would see the gradients of one replica only."""
         shares = self.shares
-        if not self._of_parameters or shares is None:
+        if not self._processes.options.divides_parameters or shares is None:
             return
         if any(shares.keeps(each) and has_hooks(each) for each in parameters):
             raise RuntimeError(
