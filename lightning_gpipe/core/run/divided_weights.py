@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 
-from lightning_gpipe.core.run.shared_parameters import Pair
+from lightning_gpipe.core.run.backward.sums import Pair
 
 
 class DividedWeights(ABC):

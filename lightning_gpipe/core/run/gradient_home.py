@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import shard_of
 from lightning_gpipe.core.faithful import has_memory
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.run.shared_parameters import Pair
+from lightning_gpipe.core.run.backward.sums import Pair
 
 
 class GradientTransfer(ABC):

@@ -21,7 +21,7 @@ from lightning_gpipe.core.faithful import (
 )
 from lightning_gpipe.core.programs import Program, Route
 from lightning_gpipe.core.run.agreement import NO_GENERATORS, SharedErrors
-from lightning_gpipe.core.run.backward.sums import Gradients, sum_gradients
+from lightning_gpipe.core.run.backward.sums import Gradients, Pair, sum_gradients
 from lightning_gpipe.core.run.caller import Caller, Sent, devices_of
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
@@ -167,7 +167,7 @@ class MiniBatch(MiniBatchRun):
 
     def _backward(
         self, output_gradients: Sequence[Gradients], to_all: bool
-    ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
+    ) -> tuple[list[Gradients], Iterable[Pair]]:
         self._unfinished.remove(self)  # this backward checks it
         self._unfinished.settle()
         for stage in self.equipment.stages:
@@ -200,7 +200,7 @@ class MiniBatch(MiniBatchRun):
         output_gradients: Sequence[Gradients],
         context: Context,
         generators: SharedGenerators | None,
-    ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
+    ) -> tuple[list[Gradients], Iterable[Pair]]:
         self.begin_backward(generators)
         if self.transfer is not None:
             self.transfer.open()

@@ -31,6 +31,7 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.agreement import NO_GENERATORS, Agreement
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
+from lightning_gpipe.core.run.backward.sums import Pair
 from lightning_gpipe.core.run.gradient_home import GradientHome, GradientTransfer
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients, UnfinishedMiniBatches
 from lightning_gpipe.core.run.observe.clocks import clock_of
@@ -266,9 +267,7 @@ class MiniBatchRun:
             private = None if generators is None else generators.private(j, backward=True)
             each.randomness.in_backward = private
 
-    def take_gradients(
-        self, *, written: bool = True
-    ) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
+    def take_gradients(self, *, written: bool = True) -> list[tuple[int, list[Pair]]]:
         """Return each stage's index and pairs of a leaf and a gradient, to be ``written``."""
         return [
             (each.stage.partition.index, each.take_gradients(written=written))

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import FlatTree, divided_like, from_shard, shard_of
 from lightning_gpipe.core.layout import Layout, Tie, ties_of
 from lightning_gpipe.core.programs import Route, SkipName
+from lightning_gpipe.core.run.backward.sums import Pair
 from lightning_gpipe.core.schedules import CALLER, Action, Kind
 from lightning_gpipe.core.transport import Exchange
-
-Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient of it
 
 
 class Ties:

@@ -47,6 +47,7 @@ from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import Root, now, root_of, roots_of, small_and_apart
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
+from lightning_gpipe.core.run.backward.sums import Pair
 from lightning_gpipe.core.run.divided_weights import with_values
 from lightning_gpipe.core.run.gradient_home import GradientTransfer
 from lightning_gpipe.core.run.guards.forbidden_edits import (
@@ -58,7 +59,6 @@ from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
 from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
 from lightning_gpipe.core.run.host.memory import HostMemory
 from lightning_gpipe.core.run.host.waiting_activations import returned
-from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_borders import apart, filled, gradients_in, sent
 from lightning_gpipe.core.run.work import Work
@@ -112,7 +112,7 @@ class StagePass:
         self._backward = StageBackward(used_leaves, stage.splits if split else None)
         self.lost_gradients = LostGradients(stage, shadows)
         self._latest: tuple[Any, Work, Behavior] | None = None  # of the latest structure of inputs
-        self._left: list[tuple[Tensor, Tensor]] | None = None  # once the others were sent home
+        self._left: list[Pair] | None = None  # once the others were sent home
         self._differs: bool | None = None  # whether the state in backward differs from forward's
 
     def begin(
@@ -272,12 +272,12 @@ class StagePass:
             gradients = self.transfer.send(self.stage.partition.index, gradients)
         self._left = [*gradients]
 
-    def take_gradients(self, *, written: bool = True) -> list[tuple[Tensor, Tensor]]:
+    def take_gradients(self, *, written: bool = True) -> list[Pair]:
         """Return the sums of the gradients of parameters and captured leaves, and drop them.
 
         Without those that were sent home. With ``written``, autograd writes them to ``.grad``.
         """
-        gradients: list[tuple[Tensor, Tensor]] = [*self.shadows.take_gradients()]
+        gradients: list[Pair] = [*self.shadows.take_gradients()]
         if self._left is not None:
             if gradients:
                 raise RuntimeError(

@@ -24,7 +24,7 @@ from lightning_gpipe.core.run.backward.roots import (
 )
 from lightning_gpipe.core.run.backward.split import Splits
 from lightning_gpipe.core.run.backward.split_backward import SplitBackward
-from lightning_gpipe.core.run.backward.sums import add_gradient
+from lightning_gpipe.core.run.backward.sums import Pair, add_gradient
 from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
 
 _SEARCHES = 2  # the second, for what the first left
@@ -42,7 +42,7 @@ class StageBackward:
         self._splits = splits
         self.searching = used_leaves.searching
         self.any_captured = False
-        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf and its gradient, by id
+        self._gradients: dict[int, Pair] = {}  # a leaf and its gradient, by id
         self._pending: dict[int, SplitBackward] = {}  # by micro-batch, between B and W
 
     def record(
@@ -110,7 +110,7 @@ class StageBackward:
     def clear(self) -> None:
         self._pending.clear()
 
-    def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def take_gradients(self) -> list[Pair]:
         pairs = list(self._gradients.values())
         self._gradients.clear()
         return pairs

@@ -9,17 +9,18 @@ from torch import Tensor
 from lightning_gpipe.core.run.backward.roots import root_of, run_backward
 
 Gradients = list[Tensor | None]
+Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient of it
 
 _NONE = None, None  # in the place of a leaf and its sum
 
 
-def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
+def sum_gradients(pairs: Iterable[Pair], leaves: Sequence[Tensor]) -> Gradients:
     """Return the sum of each leaf's gradients on its device; None for a leaf without any.
 
     A leaf that is not among ``leaves`` was used by a recomputation only, or without having been
     registered with nn.Module: it accumulates its gradient here, as no input of the node.
     """
-    sum_of: dict[int, tuple[Tensor, Tensor]] = {}  # of each leaf by id: a hash of it is slow
+    sum_of: dict[int, Pair] = {}  # of each leaf by id: a hash of it is slow
     several: dict[int, list[Tensor]] = {}
     for leaf, gradient in pairs:
         key = id(leaf)
@@ -37,7 +38,7 @@ def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tenso
     return sums
 
 
-def add_gradient(sums: dict[int, tuple[Tensor, Tensor]], leaf: Tensor, gradient: Tensor) -> None:
+def add_gradient(sums: dict[int, Pair], leaf: Tensor, gradient: Tensor) -> None:
     """Add to the gradient of a leaf in ``sums``, which has leaves with their gradients by id."""
     _, before = sums.get(id(leaf), (leaf, None))
     sums[id(leaf)] = leaf, gradient if before is None else before + gradient

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpipe.core.data import checksums
 from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, placeholder
-from lightning_gpipe.core.run.shared_parameters import Pair
+from lightning_gpipe.core.run.backward.sums import Pair
 from lightning_gpipe.core.run.stage import Stage
 
 # The operators that the class of a weight defines are for its layer, not for moves.

@@ -14,9 +14,9 @@ from typing_extensions import override
 from lightning_gpipe.core.data import record_stream
 from lightning_gpipe.core.faithful import Shadows
 from lightning_gpipe.core.layout import HOST
+from lightning_gpipe.core.run.backward.sums import Pair
 from lightning_gpipe.core.run.host.side_copies import SideCopies
 from lightning_gpipe.core.run.host.visiting_weights import VisitingWeights
-from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.run.stage import Stage
 
 

@@ -26,11 +26,11 @@ from torch import Tensor
 from lightning_gpipe.core.data import Term, shard_of
 from lightning_gpipe.core.faithful import Streams
 from lightning_gpipe.core.run.autograd_node import BackwardOnce, connect
+from lightning_gpipe.core.run.backward.sums import Pair
 from lightning_gpipe.core.run.micro_batch_losses.target_means import (
     check_target_weights,
     target_weights,
 )
-from lightning_gpipe.core.run.shared_parameters import Pair
 
 LOSS_WEIGHT = "loss_weight"  # in a dict that the caller's code returns, beside "loss"
 

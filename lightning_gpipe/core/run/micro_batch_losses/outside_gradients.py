@@ -23,7 +23,7 @@ from lightning_gpipe.core.run.backward.roots import (
     root_of,
     run_backward,
 )
-from lightning_gpipe.core.run.shared_parameters import Pair
+from lightning_gpipe.core.run.backward.sums import Pair
 
 
 class OutsideGradients:

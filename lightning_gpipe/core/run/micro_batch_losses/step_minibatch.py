@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_gpipe.core.data import Division
 from lightning_gpipe.core.faithful import Context, SharedGenerators, ThreadState, together
 from lightning_gpipe.core.run.agreement import SharedErrors
-from lightning_gpipe.core.run.backward.sums import sum_gradients
+from lightning_gpipe.core.run.backward.sums import Pair, sum_gradients
 from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     CallerTask,
     call_missing,
@@ -30,7 +30,6 @@ from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import Outsid
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
-from lightning_gpipe.core.run.shared_parameters import Pair
 from lightning_gpipe.core.schedules import Schedule, successor
 from lightning_gpipe.core.transport import Label
 
