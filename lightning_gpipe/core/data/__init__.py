@@ -54,6 +54,7 @@ from lightning_gpipe.core.data.tensors import (
     checksums,
     copy_values,
     equal,
+    has_own_dispatch,
     identity,
     memory,
     outline,

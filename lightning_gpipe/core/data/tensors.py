@@ -52,6 +52,11 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """Return True for a tensor whose class runs operators itself, as one made of tensors does."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor in any layout, including its indices."""
     dense = tensor.layout is torch.strided  # the fast way, for every buffer in every micro-batch

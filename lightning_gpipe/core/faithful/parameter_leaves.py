@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from lightning_gpipe.core.data import has_own_dispatch
 from lightning_gpipe.core.layout import tensors_within, with_tensors
 
 
@@ -31,10 +32,10 @@ def leaf_like(parameter: Tensor, requires_grad: bool, value: Tensor | None = Non
 
     A parameter that is made of tensors can only have an alias.
     """
-    kind: Any = type(parameter)
+    kind = type(parameter)
     value = parameter if value is None else value
     leaf: Any  # isinstance calls it an nn.Parameter
-    if kind is nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+    if kind is nn.Parameter or not has_own_dispatch(parameter):
         leaf = Tensor._make_subclass(kind, value, requires_grad)
     else:
         leaf = parameter.detach().requires_grad_(requires_grad)
@@ -105,8 +106,7 @@ def has_memory(parameter: Tensor) -> bool:
     """Return whether its elements are in memory of its own, as those of any dense tensor."""
     if parameter.layout is not torch.strided:
         return False
-    kind: Any = type(parameter)
-    return kind is nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return type(parameter) is nn.Parameter or not has_own_dispatch(parameter)
 
 
 def _copy(
@@ -129,12 +129,12 @@ def _copy(
     def beside(tensor: Tensor) -> Tensor:
         return leaf if tensor is parameter else changed(tensor)
 
-    kind: Any = type(parameter)
+    kind = type(parameter)
     leaf: Any
     own: dict[str, Any] = {}
     with torch._C.DisableTorchFunctionSubclass():
         leaf = changed(parameter if value is None else value)
-        if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        if not has_own_dispatch(parameter):
             leaf = Tensor._make_subclass(kind, leaf, requires_grad)
         else:
             leaf = leaf.detach().requires_grad_(requires_grad)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_gpipe.core.data import has_own_dispatch
 from lightning_gpipe.core.layout.layout import HOST, META, Layout
 from lightning_gpipe.core.layout.module_attributes import (
     Slot,
@@ -118,9 +119,8 @@ def _check_copy(
     module: nn.Module, name: str, parameter: nn.Parameter, places: set[torch.device]
 ) -> None:
     """Refuse a parameter with tensors in attributes, such as scales, which its copy lacks."""
-    kind: Any = type(parameter)
     # A class that is made of tensors copies all of them.
-    if kind is nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if type(parameter) is nn.Parameter or has_own_dispatch(parameter):
         return
     attributes = _attributes_with(parameter, lambda tensor: {tensor.device} != places)
     if attributes:
@@ -134,9 +134,7 @@ def _check_copy(
 
 def _check_host_copy(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Refuse a weight that cannot come and go, one tensor after another."""
-    kind: Any = type(parameter)
-    plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-    parts = plain or is_traceable_wrapper_subclass(parameter)
+    parts = not has_own_dispatch(parameter) or is_traceable_wrapper_subclass(parameter)
     if parameter.layout is not torch.strided or not parts:
         raise ValueError(
             "a weight at home on the host must be dense, or of a class that says by "
@@ -144,7 +142,7 @@ def _check_host_copy(module: nn.Module, name: str, parameter: nn.Parameter) -> N
             "weights='device'."
         )
     trained = _attributes_with(parameter, lambda tensor: tensor.requires_grad)
-    if kind is not nn.Parameter and trained:
+    if type(parameter) is not nn.Parameter and trained:
         raise ValueError(
             "a tensor in an attribute of a weight at home on the host must not require a gradient: "
             f"got {_title(module, name)} with {trained}. Make it a parameter of the layer, or "

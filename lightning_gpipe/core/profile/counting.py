@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, bytes_of, parted, requires_grad
+from lightning_gpipe.core.data import FlatTree, bytes_of, has_own_dispatch, parted, requires_grad
 from lightning_gpipe.core.faithful import Manager
 from lightning_gpipe.core.profile.alike import KindOf, key_of, repeated
 from lightning_gpipe.core.profile.meters import Meter
@@ -88,8 +88,8 @@ def _size(tensor: Tensor) -> int:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return plain and tensor.layout is torch.strided and not tensor.is_nested
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and not has_own_dispatch(tensor)
 
 
 Ends = tuple[int, int]  # the indices of the layer that makes a value, and of one that uses it

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from lightning_gpipe.core.data import LEAF_SPEC, MARKS, identity
+from lightning_gpipe.core.data import LEAF_SPEC, MARKS, has_own_dispatch, identity
 from lightning_gpipe.core.transport.process_group.wire.plain_values import (
     ClassName,
     PlainPickler,
@@ -209,7 +209,7 @@ def _form_of_other(tensor: Tensor) -> tuple[tuple[Any, ...], list[Tensor]]:
     if known and tensor.layout in _LAYOUTS and not tensor.is_meta:
         body, contents = pack(_parts(tensor))
         return (_LAYOUTS.index(tensor.layout), body), contents
-    by_name = cls is not Tensor and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    by_name = cls is not Tensor and not has_own_dispatch(tensor)
     torch.save(tensor.as_subclass(Tensor) if by_name else tensor, file)
     return (ClassName.of(cls) if by_name else None, file.getvalue()), []
 
