@@ -318,7 +318,7 @@ class Processes:
         return self.groups.everyone.decide(bool(decision), all=all)
 
     def do_or_undo(self, do: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Do something in all processes; if one raises, undo it in the others, and raise in all."""
+        """Call ``do`` in all processes; if one raises, ``undo`` in the others, and raise in all."""
         error: Exception | None = None
         try:
             do()

@@ -324,7 +324,7 @@ class Engine:
         return self.everywhere(j, run)
 
     def _told(self, exchange: Exchange, j: int, compute: Callable[[], Any], number: int = 0) -> Any:
-        """Do :meth:`everywhere` by an open exchange."""
+        """Return the same as :meth:`everywhere`, by an open exchange."""
         layout, to = self.layout, Action(Kind.FORWARD, 0, self.layout.n)
         route = Route(SkipName(None, f"answer {number}"), source=j, target=layout.n)
         if layout.owner_of(j) == layout.rank:

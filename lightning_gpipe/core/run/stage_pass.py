@@ -122,7 +122,7 @@ class StagePass:
         *,
         variables: contextvars.Context | None = None,
     ) -> None:
-        """Do this work, in context variables of its own call if that is not the first.
+        """Set the work, and the context variables of its call if that is not the first.
 
         Called before its first inputs are sent.
         """
@@ -216,9 +216,9 @@ class StagePass:
         return small_and_apart((each.roots or (), each.inputs.leaves) for each in kept)
 
     def backwards(self, indices: Sequence[int], gradients: Sequence[FlatTree]) -> list[FlatTree]:
-        """Do :meth:`backward` of micro-batches in one call of autograd, those that ran last first.
+        """Compute the same as :meth:`backward` of each micro-batch, in one call of autograd.
 
-        That is the order in which autograd computes them. None was recomputed.
+        Those that ran last come first, the order of autograd. None was recomputed.
         """
         passed = [self._activations.pop(i, None) for i in indices]
         roots: list[Root | None] = []

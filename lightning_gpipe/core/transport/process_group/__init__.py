@@ -1,4 +1,6 @@
-"""Workers in several processes, connected by torch.distributed.
+"""Workers in several processes, which connect to one another by TCP.
 
-A thread for each other process puts the values that come from it into the workers' inboxes.
+A process connects to its neighbours in a tree at once, and to those that it exchanges values with
+when it first does. A thread for each connection puts what comes into the workers' inboxes.
+torch.distributed gives the store where processes find one another, and NCCL between GPUs.
 """
