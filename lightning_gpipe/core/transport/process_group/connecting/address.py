@@ -14,11 +14,10 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"  # the environment variable
-_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"  # the same
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux, for IPv4
 _IPV6 = Path("/proc/net/if_inet6")
 
@@ -38,17 +37,22 @@ def own_host() -> str:
     return "127.0.0.1"
 
 
-@contextmanager
-def connecting_on_demand() -> Iterator[None]:
+def connecting_on_demand() -> AbstractContextManager[None]:
     """A ``with`` block that makes process groups whose processes connect at the first message."""
-    before = os.environ.get(_ON_DEMAND)
-    os.environ[_ON_DEMAND] = "1"
+    return environment_variable("TORCH_GLOO_LAZY_INIT", "1")
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """A ``with`` block in which an environment variable has another value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[_ON_DEMAND]
+        del os.environ[name]
         if before is not None:
-            os.environ[_ON_DEMAND] = before
+            os.environ[name] = before
 
 
 def choose_interface(main_address: str) -> None:

@@ -23,7 +23,6 @@ office, which hears of the loss, aborts them.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -37,6 +36,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_gpipe.core.transport.process_group.connecting.address import environment_variable
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     DenseForm,
     GpuPair,
@@ -44,7 +44,6 @@ from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
 )
 
 _FOREVER = timedelta(days=365)
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # the environment variable
 _JOIN = 5.0  # seconds
 _POLL = 0.001  # the same
 _SOURCE, _TARGET = 0, 1  # the ranks in a communicator
@@ -217,11 +216,5 @@ def _communicator(store: Store, rank: int) -> Any:
     nccl: Any = distributed_c10d.ProcessGroupNCCL
     options = nccl.Options(is_high_priority_stream=True)
     options._timeout = _FOREVER
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"  # the constructor reads it
-    try:
+    with environment_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # the constructor reads it
         return nccl(store, rank, 2, options)
-    finally:
-        del os.environ[_ERROR_HANDLING]
-        if before is not None:
-            os.environ[_ERROR_HANDLING] = before
