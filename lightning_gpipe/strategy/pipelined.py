@@ -166,15 +166,12 @@ class PipelinedModule:
         rows = type(self._settings.microbatching) in (type(None), Rows)
         if len(self.modules) > 1 or not rows or self._settings.verify is True:
             return frozenset()
-        return {*self.pipeline.layout.owners} - self.ends
+        return {*self.pipeline.layout.owners} - self.pipeline.layout.ends
 
     @property
     def run_by_ends(self) -> bool:
-        return {*self.pipeline.layout.owners} == self.ends | {*self.inner}
-
-    @property
-    def ends(self) -> set[int]:
-        return self.pipeline.layout.ends
+        layout = self.pipeline.layout
+        return {*layout.owners} == layout.ends | {*self.inner}
 
     def norms_around(self) -> dict[str, _BatchNorm]:
         inside, found = modules_inside(self.pipeline), self._root.named_modules()

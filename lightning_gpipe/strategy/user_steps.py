@@ -66,7 +66,7 @@ class UserSteps:
         verifies = self._by_micro_batch is not None and self._by_micro_batch.verifies
         if self.last is None or self.last.have_batches or verifies or not self._piped.inner:
             return None
-        return self._piped.ends
+        return self._piped.pipeline.layout.ends
 
     def training(
         self,
