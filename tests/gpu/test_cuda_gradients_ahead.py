@@ -281,7 +281,12 @@ GPUS = 0, 1
 def begin(m: int = 4, *, known: int = 4, phase: int = 1) -> tuple[RecordedLinks, GradientsAhead]:
     """The phase of a second process, to which the forms of some gradients are known."""
     layout: Any = SimpleNamespace(
-        n=2, workers_here=[1], rank=1, placement=(0, 1), owner_of=lambda j: (0, 1)[j]
+        n=2,
+        workers_here=[1],
+        rank=1,
+        placement=(0, 1),
+        owner_of=lambda j: (0, 1)[j],
+        stages_at=lambda rank: [rank],
     )
     schedule = fill_drain(m, (0, 1))
     links: Any = RecordedLinks()

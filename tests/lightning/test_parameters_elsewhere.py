@@ -125,3 +125,20 @@ def test_clipping_by_the_norm_of_one_process(tmp_path: Path, kind: str, function
 
     assert f"got {function} with 8 parameters in a process that has 4 of their" in first
     assert f"got {function} with 8 parameters in a process that has 6 of their" in second
+
+
+def fit_twice(root: Path) -> str:
+    """What a process is told whose second Trainer cuts the model elsewhere."""
+    model = Classifier()
+    trainer_over(root, "per_stage", [2, 4], {}).fit(model, datamodule=Data())
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        trainer_over(root, "per_stage", [4, 2], {}).fit(model, datamodule=Data())
+    return str(error.value)
+
+
+def test_second_trainer_with_another_balance(tmp_path: Path) -> None:
+    """Once PyTorch could not copy out of the meta device."""
+    with new_ranks(2) as ranks:
+        first, _ = ranks.run(fit_twice, tmp_path)
+
+    assert "whose values another process has, from an earlier pipeline. Cut the" in first

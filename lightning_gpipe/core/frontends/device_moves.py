@@ -82,9 +82,9 @@ def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
         for layout in layouts:
             _place_stages(layout)
         for layout in layouts:
+            _check_values(layout)
+        for layout in layouts:
             move_home(layout)
-    for layout in layouts:
-        _check_values(layout)
 
 
 def _place_stages(layout: Layout) -> None:
