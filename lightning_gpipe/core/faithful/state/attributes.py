@@ -84,8 +84,14 @@ class Owners:
         return slot not in self.containing and has_contents(present)
 
     def moved(self, before: Values) -> bool:
-        present = self.values()
-        return present is None or not all(map(is_, _flat(before), _flat(present)))
+        """Return True if attributes are others than before, or other objects."""
+        if sum(map(len, self._slots)) != self._size:
+            return True
+        try:
+            present = map(itemgetter.__call__, self._getters, self._read)
+            return not all(map(is_, _flat(before), _flat(present)))
+        except KeyError:
+            return True
 
     def attributes(self, values: Values) -> Iterator[tuple[Holder, dict[str, Any]]]:
         remaining = iter(values)

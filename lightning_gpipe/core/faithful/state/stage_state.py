@@ -44,7 +44,8 @@ class ModuleState(NamedTuple):
         """Keep what a run has changed, for its recomputation; raise if earlier runs did not."""
         self.buffers.compare(behavior)
         changed = self.attributes.compare(linked=behavior.captures)
-        behavior.changed_attributes = {**changed, **behavior.changed_attributes}
+        if changed:
+            behavior.changed_attributes = {**changed, **behavior.changed_attributes}
         if self.parameters is not None:
             edited = self.parameters.compare()
             if behavior.edited_parameters is None:
