@@ -59,6 +59,12 @@ class AwaitedParameter(nn.Parameter):
         return copied
 
 
+class AbsentParameter(AwaitedParameter):
+    """A parameter whose value another process has."""
+
+    __torch_function__: Any = classmethod(careful)
+
+
 def open_tensors(file: Path) -> Any:
     """Open a file of safetensors, for a ``with`` block."""
     try:
@@ -68,12 +74,6 @@ def open_tensors(file: Path) -> Any:
             f"reading {file} needs the package safetensors: got none. Run pip install safetensors."
         ) from error
     return safe_open(file, framework="pt")
-
-
-class AbsentParameter(AwaitedParameter):
-    """A parameter whose value another process has."""
-
-    __torch_function__: Any = classmethod(careful)
 
 
 def await_value(tensor: Tensor, value: StoredTensor | Source) -> None:
