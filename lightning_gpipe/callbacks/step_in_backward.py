@@ -17,11 +17,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.callbacks.running import pipeline_of, strategy_of
 from lightning_gpipe.core.faithful import add_note, has_hooks
+from lightning_gpipe.core.profile import joins_parameters
 from lightning_gpipe.core.run import GradientHome, GradientTransfer, leaves_around, own_parameters
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
@@ -122,7 +123,7 @@ def _reasons(trainer: Trainer, module: LightningModule, callback: Callback) -> l
         f"replicas={options.replicas}": options.replicas > 1,
         f"{len(pipeline.layouts)} pipelines": len(pipeline.layouts) > 1,
         f"{len(optimizers)} optimizers": len(optimizers) != 1,
-        "LBFGS": any(isinstance(each, LBFGS) for each in optimizers),
+        f"{type(optimizers[0]).__name__}, which joins parameters": joins_parameters(optimizers[0]),
         "hooks of the optimizer's step": any(
             each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers
         ),

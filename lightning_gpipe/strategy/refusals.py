@@ -30,6 +30,7 @@ from lightning_gpipe.checkpoints import AtomicFiles
 from lightning_gpipe.core.data import is_uneven
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.profile import joins_parameters
 from lightning_gpipe.strategy.adapters.averages import WeightAveraging
 from lightning_gpipe.strategy.options import StrategyOptions
 
@@ -106,11 +107,12 @@ def check_fit(
         places = _devices_of(p for group in optimizer.param_groups for p in group["params"])
         if sharded:
             places = [*places, "replicas that share its states"]
-        if isinstance(optimizer, LBFGS) and (split or len(places) > 1):
+        one_vector = isinstance(optimizer, LBFGS) and len(places) > 1
+        if one_vector or ((split or sharded) and joins_parameters(optimizer)):
             raise ValueError(
-                "LBFGS joins the gradients of all parameters in one vector, so they must be on one "
-                f"device of one process: got {', '.join(places)}. Choose an optimizer that "
-                "updates each parameter by itself, such as Adam."
+                f"{type(optimizer).__name__} updates a parameter by the gradients of others, too, "
+                f"so a step must have all of them: got {', '.join(places)}. Choose an optimizer "
+                "that updates each parameter by itself, such as Adam, or one process and device."
             )
 
 

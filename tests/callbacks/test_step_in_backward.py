@@ -228,9 +228,15 @@ class Stepped(Classifier):
         return optimizer
 
 
+class OneVector(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 @pytest.mark.parametrize(
     "module, options, got",
     [
+        (OneVector, {}, "LBFGS, which joins parameters"),
         (Classifier, {"gradient_clip_val": 0.5}, "Trainer(gradient_clip_val=0.5)"),
         (Looks, {}, "Looks.on_before_optimizer_step"),
         (Classifier, {"callbacks": [Logs()]}, "Logs.on_after_backward"),

@@ -39,11 +39,31 @@ def test_lbfgs(tmp_path: Path) -> None:
 
 
 def test_lbfgs_over_several_devices(on_two_devices: nn.Sequential) -> None:
-    with pytest.raises(ValueError, match="LBFGS joins.*on one device.*: got cpu, meta"):
+    with pytest.raises(ValueError, match="LBFGS updates .* must have all of them: got cpu, meta"):
         check_fit([], [torch.optim.LBFGS(on_two_devices.parameters())], split=False)
 
     check_fit([], [torch.optim.LBFGS(on_two_devices[0].parameters())], split=False)
     check_fit([], [torch.optim.Adam(on_two_devices.parameters())], split=False)
+
+
+class Clipping(torch.optim.SGD):
+    """Divides its gradients by a norm over all of them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("where", ["split", "sharded"])
+def test_optimizer_that_divides_by_a_norm_over_all(where: str, on_two_devices: nn.Module) -> None:
+    """A step of one process had the norm of its own stages."""
+    optimizers = [Clipping(on_two_devices.parameters(), 0.1)]
+    settings = {"split": False, "sharded": False}
+
+    check_fit([], optimizers, **settings)
+    with pytest.raises(ValueError, match="Clipping updates a parameter by the gradients of others"):
+        check_fit([], optimizers, **{**settings, where: True})
 
 
 @pytest.mark.parametrize("together", [True, False])

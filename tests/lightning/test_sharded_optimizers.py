@@ -388,4 +388,4 @@ def test_optimizer_that_steps_all_parameters_together(
     tmp_path: Path, two_ranks: Pool, sharding: str
 ) -> None:
     for error in two_ranks.run(refused, tmp_path, sharding):
-        assert "LBFGS joins the gradients" in error and "replicas that share its states" in error
+        assert "LBFGS updates a parameter by" in error and "replicas that share its states" in error

@@ -5,5 +5,5 @@ The costs are a :class:`~lightning_gpipe.core.balance.ModelProfile`, measured on
 
 from lightning_gpipe.core.profile.layers import Subject, profile_layers
 from lightning_gpipe.core.profile.meters import host_speed
-from lightning_gpipe.core.profile.optimizers import Optimizers
+from lightning_gpipe.core.profile.optimizers import Optimizers, joins_parameters
 from lightning_gpipe.core.profile.walk import Visit, following, walk_program

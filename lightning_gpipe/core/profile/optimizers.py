@@ -1,6 +1,7 @@
-"""The bytes that an optimizer keeps for each parameter.
+"""What an optimizer does with parameters, found by steps of others like it.
 
-Its state is counted after a step on the meta device, or on zeros if the optimizer reads values.
+The bytes that it keeps for each are counted after a step on the meta device, or on zeros if it
+reads values. Whether it updates each by itself shows when another one's gradients change.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpipe.core.data import bytes_of, tensors_of
+
+_STEPS = 10  # Prodigy, by default, has the step size of its first one for five
 
 # Optimizers over the parameters of a model, or a function of a list of parameters.
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Optimizer] | None
@@ -58,6 +61,36 @@ def _of_each(
             of_shape[key] = _of_one(parameter, make)
         sizes[id(parameter)] = of_shape[key]
     return sizes
+
+
+def joins_parameters(optimizer: Optimizer) -> bool:
+    """Return True if updates of a parameter depend on the gradients of others.
+
+    So it is with a norm over all of them, as in LAMB, or a step size for all. False if the
+    optimizer cannot be tried.
+    """
+    for group in optimizer.param_groups:
+        make = _like(optimizer, {**group, "lr": 1.0})  # a warm-up may begin with none
+        try:
+            beside_same, beside_others = (_stepped_beside(factor, make) for factor in (1.0, -10.0))
+        except Exception:
+            continue
+        if not torch.equal(beside_same, beside_others):
+            return True
+    return False
+
+
+def _stepped_beside(factor: float, make: Callable[[list[nn.Parameter]], Optimizer]) -> Tensor:
+    """Return a parameter after some steps, beside one with gradients of another size, and sign."""
+    values = torch.linspace(0.1, 0.4, 4, dtype=torch.float64).view(2, 2)
+    first, second = nn.Parameter(values), nn.Parameter(values.clone())
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # of an optimizer that draws
+        optimizer = make([first, second])
+        for number in range(_STEPS):
+            first.grad, second.grad = values.clone(), values * factor ** (number + 1)
+            optimizer.step(lambda: 0.0)
+    return first.detach()
 
 
 # Options of how a step is computed, not of the state; some do not work on meta tensors.
