@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.core.data import equal
@@ -29,6 +28,12 @@ from lightning_gpipe.core.transport import OutputElsewhere
 from lightning_gpipe.distributed import has_batch_hooks
 from lightning_gpipe.strategy.inner_processes import InnerProcesses
 from lightning_gpipe.strategy.left_on_modules import LeftOnModules, follow
+from lightning_gpipe.strategy.optimizer_options import (
+    Options,
+    changed_options,
+    options_of,
+    set_options,
+)
 from lightning_gpipe.strategy.pipelined import PipelinedModule, modules_inside
 from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.step_logs import arguments_of_log
@@ -36,7 +41,6 @@ from lightning_gpipe.strategy.step_logs import arguments_of_log
 _REDUCTIONS = "mean", "min", "max", "sum"
 
 Call = dict[str, Any]  # the arguments of a call of log
-Options = dict[tuple[int, int, str], Any]  # by the numbers of optimizer and group, and the name
 
 
 class _State(NamedTuple):
@@ -213,21 +217,13 @@ class LastOutputs:
     # Options of optimizers, such as learning rates, which code after the call may set.
 
     def _changed_options(self) -> Options:
-        before, self._options = self._options, _options_of(self._module.trainer.optimizers)
-        now = self._options.items()
-        return {k: x for k, x in now if k not in before or not _same(x, before[k])}
+        before, self._options = self._options, options_of(self._module.trainer.optimizers)
+        return changed_options(before, self._options)
 
     def _set_options(self, changed: Options) -> None:
         """Give optimizers the options of the first process, whatever was set in this one."""
         self._options |= changed
-        for optimizer, each in enumerate(self._module.trainer.optimizers):
-            for k, group in enumerate(each.param_groups):
-                for name, value in group.items():
-                    told = self._options.get((optimizer, k, name), value)
-                    if isinstance(value, Tensor) and isinstance(told, Tensor):
-                        value.copy_(told)
-                    else:
-                        group[name] = told
+        set_options(self._module.trainer.optimizers, self._options)
 
     # What is logged, and metrics.
 
@@ -296,27 +292,6 @@ def _set_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Set the value of a parameter, unless it has it: autograd refuses edits of what it needs."""
     if not equal(parameter, value):
         parameter.copy_(value)
-
-
-def _options_of(optimizers: Iterable[Optimizer]) -> Options:
-    return {
-        (k, number, name): value.clone() if isinstance(value, Tensor) else value
-        for k, optimizer in enumerate(optimizers)
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if all(map(_is_option, value if type(value) is tuple else [value]))
-    }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _is_option(value: Any) -> bool:
-    is_small = type(value) is Tensor and not value.is_meta and value.numel() == 1
-    return value is None or is_small or type(value) in (bool, int, float, str)
 
 
 def _name_of(reduction: Callable[..., Any], logged: str) -> str:

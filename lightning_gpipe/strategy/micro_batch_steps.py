@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -11,22 +10,18 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
-from torchmetrics.aggregation import BaseAggregator, MeanMetric
-from torchmetrics.wrappers import Running
+from torch import Tensor
 
-from lightning_gpipe.core.faithful import Attributes, Contents, Journal, Write
-from lightning_gpipe.core.layout import is_user_object
-from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping, Outcome
+from lightning_gpipe.core.faithful import Attributes, Journal
+from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping
 from lightning_gpipe.core.schedules import Block, ByMicroBatch
 from lightning_gpipe.core.verify import verify_step, verify_step_sample
+from lightning_gpipe.strategy.optimizer_options import same_options
 from lightning_gpipe.strategy.pipelined import report
+from lightning_gpipe.strategy.step_changes import StepChanges
 from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
 from lightning_gpipe.strategy.step_results import result_of
-
-_NAMES = 8  # in a warning
 
 InWrapper = Callable[[Callable[[], Any]], Any]
 
@@ -51,9 +46,8 @@ class MicroBatchSteps:
         self._pipeline = pipeline
         self._in_wrapper = in_wrapper
         self._metrics = BatchMetrics()
-        self._watching = True  # until a batch has several micro-batches
-        self._means: set[str] = set()  # the names of means that may be those of batches
-        self._numbers: set[int] = set()  # of micro-batches
+        layers = {layer for stage in pipeline.stages for layer in stage.modules}
+        self._changes = StepChanges(module, layers)
         self._stepping = MicroBatchStepping(pipeline.only, schedule)
 
     @property
@@ -84,44 +78,19 @@ class MicroBatchSteps:
         _drop_old_gradients(module)
         logs = CollectedLogs(module, lambda: stepping.current)
         pieces.clear()
-        changed: set[str] = set()
-        changes: AbstractContextManager[None] = nullcontext()
-        if self._watching:
-            changes = _noting_changes(module, self._layers(), batch, pieces, changed, self._means)
-        metrics = self._metrics.watched(module.modules())
-        with precision.train_step_context(), logs.collecting(), metrics, changes:
+        metrics, changes = self._metrics.watched(module.modules()), self._changes
+        with (
+            precision.train_step_context(),
+            logs.collecting(),
+            metrics,
+            changes.noted(batch, pieces),
+        ):
             run = partial(stepping.run, step, batch, modules=module.modules(), scale=scale)
             outcome = self._in_wrapper(run)
-        self._watching &= len(pieces) < 2
-        self._warn_of(changed, len(pieces), outcome)
+        self._changes.warn(len(pieces), outcome)
         with precision.train_step_context():
             logs.write(outcome, self._metrics)
         return result_of(outcome, [*args, *kwargs.values()])
-
-    def _warn_of(self, changed: set[str], m: int, outcome: Outcome) -> None:
-        """Warn of changes that each of m steps makes, and one step makes once.
-
-        A mean of all micro-batches is that of all batches as long as each counts as much.
-        """
-        self._numbers.add(m)
-        equal = m < 2 or (
-            outcome.rows is not None and len({*outcome.rows}) == len({*outcome.weights}) == 1
-        )
-        names = changed if m > 1 else set()
-        if not equal or len(self._numbers) > 1:
-            names = names | self._means
-            self._means.clear()
-        if names:
-            rank_zero_warn(
-                "training_step must leave nothing on the module or in the batch when it runs for "
-                f"each micro-batch: each has changed {_listed(sorted(names))}. Keep values of "
-                "the batch in on_train_batch_end, log the loss itself in place of a metric of it, "
-                "make layers with statistics, such as batch norms, part of the pipeline, or write "
-                "schedule='fill_drain'."
-            )
-
-    def _layers(self) -> set[nn.Module]:
-        return {module for stage in self._pipeline.stages for module in stage.modules}
 
     def _verify_first(
         self, step: Callable[[Any], Any], batch: Any, precision: Precision, scale: Tensor
@@ -136,6 +105,7 @@ class MicroBatchSteps:
         silent = [DummyLogger() for _ in trainer.loggers]
         with (
             precision.train_step_context(),
+            same_options(trainer),
             CollectedLogs(module, lambda: 0).collecting(),
             Journal().changed([(Attributes(trainer), "loggers", silent)]),
         ):
@@ -147,74 +117,6 @@ class MicroBatchSteps:
                 report(verdict)
         elif not sample:
             self._verify = verify
-
-
-@contextmanager
-def _noting_changes(
-    module: L.LightningModule,
-    layers: Collection[nn.Module],
-    batch: Any,
-    pieces: Sequence[Any],
-    changed: set[str],
-    means: set[str],
-) -> Iterator[None]:
-    """Add the names of what a step changes on the module or in a batch; those of means apart."""
-    before = {name: (x, _contents_of(x)) for name, x in _values_on(module, layers)}
-    with Journal().changed(_noting_aggregates(module, changed, means)):
-        yield
-    after = dict(_values_on(module, layers))
-    same = {
-        name
-        for name, (x, contents) in before.items()
-        if after.get(name) is x and not contents.moved(compared=False)
-    }
-    changed |= after.keys() - same
-    for piece in pieces:
-        if isinstance(piece, dict):
-            changed |= {f"batch[{key!r}]" for key in piece.keys() ^ batch.keys()}
-
-
-def _values_on(
-    module: L.LightningModule, layers: Collection[nn.Module]
-) -> Iterator[tuple[str, Any]]:
-    """Yield attributes that are not Lightning's own, parameters, and buffers around the layers."""
-    lightning = {*vars(L.LightningModule()), "log"}
-    yield from ((f"self.{x}", value) for x, value in vars(module).items() if x not in lightning)
-    for path, each in module.named_modules(prefix="self"):
-        yield from ((f"{path}.{x}", tensor) for x, tensor in each._parameters.items())
-        if each not in layers:
-            yield from ((f"{path}.{x}", tensor) for x, tensor in each._buffers.items())
-
-
-def _noting_aggregates(module: nn.Module, changed: set[str], means: set[str]) -> Iterator[Write]:
-    """Yield changes by which sums, means and extremes of single values add their names.
-
-    Single values are those of micro-batches. A running mean has a window of so many of them.
-    """
-    running = {x for each in module.modules() if isinstance(each, Running) for x in each.modules()}
-
-    def noting(name: str, names: set[str], update: Callable[..., None]) -> Callable[..., None]:
-        def noted(value: Any, *weight: Any, **named: Any) -> None:
-            if not (weight or named or (isinstance(value, Tensor) and value.dim())):
-                names.add(name)
-            update(value, *weight, **named)
-
-        return noted
-
-    for path, each in module.named_modules(prefix="self"):
-        if isinstance(each, BaseAggregator):
-            mean = type(each) is MeanMetric and each not in running
-            yield vars(each), "update", noting(path, means if mean else changed, each.update)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
-    return ", ".join([*names[:_NAMES], *more])
-
-
-def _contents_of(value: Any) -> Contents:
-    """Return what edits change: what a container or an object holds, the version of a tensor."""
-    return Contents(vars(value) if is_user_object(value) else value, copied=False)
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:

@@ -322,6 +322,7 @@ def test_targets_that_a_sample_does_not_show(tmp_path: Path) -> None:
 
 
 def test_resumed_fit_is_not_verified(tmp_path: Path) -> None:
+    Counting.seen = []
     made = fitted(tmp_path, build=Counting, max_epochs=1, **stepped(verify=False))
     made.save_checkpoint(tmp_path / "one.ckpt")
     Counting.seen = []

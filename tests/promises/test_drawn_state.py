@@ -71,6 +71,12 @@ def _renew_notes(layer: Any, value: float) -> None:
     layer.state.all.append(value)
 
 
+def _renew_first_notes(layer: Any, value: float) -> None:
+    layer.state[0].last += value
+    if layer.state[0].last > 2:
+        layer.state = [Notes()]
+
+
 def _note(layer: Any, value: float) -> None:
     layer.state.last = value
     layer.state.all.append(value)
@@ -166,6 +172,16 @@ KINDS = {
     "object": Kind(set_to(Notes), lambda layer: layer.state.last + len(layer.state.all), _note),
     "new object": Kind(
         set_to(Notes), lambda layer: layer.state.last + len(layer.state.all), _renew_notes
+    ),
+    "object in a dict": Kind(
+        set_to(lambda: {"notes": Notes()}),
+        lambda layer: layer.state["notes"].last,
+        lambda layer, value: setattr(layer.state["notes"], "last", value),
+    ),
+    "new object in a list": Kind(
+        set_to(lambda: [Notes()]),
+        lambda layer: layer.state[0].last,
+        _renew_first_notes,
     ),
     "array": Kind(
         set_to(lambda: np.zeros(3)),

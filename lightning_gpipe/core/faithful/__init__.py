@@ -45,9 +45,9 @@ from lightning_gpipe.core.faithful.random.random_state import (
 )
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
-from lightning_gpipe.core.faithful.state.attributes import AttributeState, Owners
 from lightning_gpipe.core.faithful.state.behavior import Behavior, record, version_of
 from lightning_gpipe.core.faithful.state.buffers import BufferState
+from lightning_gpipe.core.faithful.state.changes import Changes
 from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved

@@ -27,6 +27,7 @@ from lightning_gpipe.core.layout.module_attributes import (
     is_user_object,
     parameter_holders,
     tensors_within,
+    user_objects,
     with_tensors,
     within,
 )

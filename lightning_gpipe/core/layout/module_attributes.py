@@ -29,9 +29,19 @@ CONTAINERS = (list, dict, set, deque)
 _INTERNAL = frozenset({*vars(nn.Module()), "forward", "_call_impl"})
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 # Not even loggers and configurations are searched: reading them fills caches in their attributes.
-_LIBRARIES = ("builtins", "lightning", "logging", "numpy", "omegaconf", "random", "torch")
+_LIBRARIES = (
+    "builtins",
+    "lightning",
+    "lightning_gpipe",
+    "logging",
+    "numpy",
+    "omegaconf",
+    "random",
+    "torch",
+)
 # These hold nothing, and there may be a vocabulary of them. A proxy's object may be deleted.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, *ProxyTypes})
+_LARGE = 64  # elements of a container in which no objects are looked for
 
 
 class Holder(NamedTuple):
@@ -56,15 +66,27 @@ class Holder(NamedTuple):
 
 
 def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
-    """Yield each module, and each object of a user's class in an attribute of one."""
+    """Yield each module, and each object of a user's class in an attribute of one.
+
+    Also those in its containers, but for large ones, in which there may be a data set.
+    """
     seen: set[int] = set()
     for module in modules:
         holder = Holder(module, "", vars(module))
         yield holder
         for name, value in holder.held.items():
-            if is_user_object(value) and id(value) not in seen:
-                seen.add(id(value))
-                yield Holder(module, f"{name}.", vars(value))
+            for number, each in enumerate(user_objects(value)):
+                if id(each) not in seen:
+                    seen.add(id(each))
+                    prefix = f"{name}." if each is value else f"{name}[{number}]."
+                    yield Holder(module, prefix, vars(each))
+
+
+def user_objects(value: Any) -> list[Any]:
+    """Return the objects of users' classes that an attribute with this value holds."""
+    if type(value) in _ATOMS:
+        return []
+    return [each for each in within(value, largest=_LARGE) if is_user_object(each)]
 
 
 def parameter_holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:

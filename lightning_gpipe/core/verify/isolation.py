@@ -32,7 +32,7 @@ def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Man
     """Restore at the end of a ``with`` block what running modules and pipelines has changed."""
     devices = pipelines[0].layout.devices_here
     engines = [pipeline.engine.unchanged() for pipeline in pipelines]
-    return together([preserved(modules, devices), *engines])
+    return together([preserved(modules, devices, parameters=True), *engines])
 
 
 def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Manager:

@@ -224,20 +224,20 @@ def gradients_of(
     """
     if not roots:
         return [None] * len(sources)
+    trained = [source for source in sources if source.requires_grad]  # a step may freeze some
     # In a process whose stage has no parameters, too, the backward must go through the pipeline.
-    known = set(map(id, sources))
+    known = set(map(id, trained))
     others = [leaf for leaf in leaves_behind(roots) if id(leaf) not in known]
-    if not sources and not others:
-        return []
+    if not trained and not others:
+        return [None] * len(sources)
     with Context.capture(devices).without_autocast().entered(), warnings.catch_warnings():
         # What layers keep is not in this loss.
         warnings.filterwarnings("ignore", message=r"torch\.autograd\.grad and backward\(")
-        leaves = [*sources, *others]
+        leaves = [*trained, *others]
         gradients = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
-    parts = [
-        x.flatten()[:: 1 + x.numel() // _THIN] if thin and x is not None else x
-        for x in gradients[: len(sources)]
-    ]
+    of_each = dict(zip(map(id, trained), gradients, strict=False))
+    found = [of_each.get(id(source)) for source in sources]
+    parts = [x.flatten()[:: 1 + x.numel() // _THIN] if thin and x is not None else x for x in found]
     return [None if x is None else on_cpu(x) for x in parts]
 
 

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import change_tensors
 from lightning_gpipe.core.faithful import (
     Attributes,
-    AttributeState,
-    BufferState,
+    Changes,
     ForeignGenerator,
     Journal,
-    Owners,
     RandomState,
 )
-from lightning_gpipe.core.layout import is_generator
+from lightning_gpipe.core.layout import holders, is_generator
 from lightning_gpipe.core.pipeline import GPipe, StepSchedule
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.verify.compare import perturbed
@@ -205,13 +203,11 @@ class StepRuns:
         layers = {module for stage in self.pipeline.stages for module in stage.modules}
         names = {module: f"{name}." if name else "" for name, module in self._names}
         outside = [module for module in names if module not in layers]
-        buffers = BufferState(outside, edited=())
-        owners = Owners(() if self.around is None else (self.around,))
-        versions = dict.fromkeys(owners.containing, False)  # tell edits, without copies
-        attributes = AttributeState(owners, owners.values() or (), versions)
+        owners = () if self.around is None else (self.around,)
+        changes = Changes(owners, buffers_of=outside)
         held = [
             (holder.slot(name), ForeignGenerator.of(value))
-            for holder in owners.holders
+            for holder in holders(owners)
             for name, value in holder.held.items()
             if is_generator(value)
         ]
@@ -219,7 +215,7 @@ class StepRuns:
 
         def changed() -> list[str]:
             drawn = {held[k][0] for k, _ in generators.changes()}
-            slots = buffers.changed | attributes.changed | drawn
+            slots = changes.slots | drawn
             return sorted({names[module] + name for module, name in slots})
 
         return changed

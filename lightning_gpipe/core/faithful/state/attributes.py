@@ -25,8 +25,8 @@ from lightning_gpipe.core.layout import (
     Slot,
     holders,
     is_generator,
-    is_user_object,
     parameter_holders,
+    user_objects,
 )
 
 Values = Sequence[Sequence[Any]]  # of all attributes, holder by holder
@@ -79,7 +79,7 @@ class Owners:
         """Return True for a new object or generator, or contents where there were none."""
         if present is former:
             return False
-        if is_user_object(present) or is_generator(present):
+        if is_generator(present) or user_objects(present):
             return True
         return slot not in self.containing and has_contents(present)
 
@@ -162,6 +162,16 @@ class AttributeState:
             for name, _ in _restored(holder, old, {})
         }
         return assigned.union(self._moved())
+
+    @property
+    def made(self) -> set[Slot]:
+        """The attributes that were not there before the run, or None."""
+        return {
+            holder.slot(name)
+            for holder, old in self._owners.attributes(self._values)
+            for name, value in _restored(holder, old, {})
+            if value is None or value is ABSENT
+        }
 
     def _moved(self) -> dict[Slot, Contents]:
         return {

@@ -115,17 +115,31 @@ class _SecondEditCheck:
             )
 
 
+def edited(watched: Iterable[_WatchedParameter]) -> set[Slot]:
+    """Return the slots of those that were edited since they are watched."""
+    return {each.slot for each in watched if each.edited}
+
+
+def watched_by_sums(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
+    """Watch all parameters without copies."""
+    return [_WatchedParameter(slot, p, copied=False) for slot, p in _slots_of(modules)]
+
+
 def _all(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
     """Watch all parameters, frozen ones by copies as far as the limit goes."""
     budget, watched = _MOST, []
+    for slot, parameter in _slots_of(modules):
+        copied = not parameter.requires_grad and bytes_of(parameter) <= budget
+        budget -= bytes_of(parameter) if copied else 0
+        watched.append(_WatchedParameter(slot, parameter, copied=copied))
+    return watched
+
+
+def _slots_of(modules: Iterable[nn.Module]) -> Iterator[tuple[Slot, nn.Parameter]]:
     for module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter.is_meta or not has_memory(parameter):
-                continue
-            copied = not parameter.requires_grad and bytes_of(parameter) <= budget
-            budget -= bytes_of(parameter) if copied else 0
-            watched.append(_WatchedParameter((module, name), parameter, copied=copied))
-    return watched
+            if not (parameter is None or parameter.is_meta) and has_memory(parameter):
+                yield (module, name), parameter
 
 
 def _watched(slots: Iterable[Slot], *, copied: bool) -> list[_WatchedParameter]:
