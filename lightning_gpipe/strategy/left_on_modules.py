@@ -3,11 +3,14 @@
 Lightning's hooks run in all processes and read there what steps have left: a count, or the losses
 of an epoch in a list. So the first process tells the others what a step has assigned or edited, in
 containers too. Of a large tensor it tells the shape: others keep theirs if it is equal, and else
-have one on ``meta``, whose mean can be logged. Objects of other classes are not told.
+have one on ``meta``, whose mean can be logged. Of a generator it tells the state. Objects of other
+classes are not told.
 """
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful import SavedContainer, set_elements
+from lightning_gpipe.core.faithful import ForeignGenerator, SavedContainer, set_elements
 from lightning_gpipe.core.layout import CONTAINERS
 from lightning_gpipe.distributed import checksum
 
@@ -30,7 +33,8 @@ _LONG = 1024  # elements of a container of which only the number is looked at
 _DEPTH = 4  # of containers in one another
 _UNSET = object()
 _UNKNOWN = object()
-_MARKED = frozenset((Tensor, np.ndarray, tuple))
+_GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+_MARKED = frozenset((Tensor, np.ndarray, tuple, *_GENERATORS))
 _INTERNAL = frozenset(vars(L.LightningModule()))
 _NESTING = (*CONTAINERS, tuple)
 _KINDS = dict, set, (list, deque)  # of which one cannot have the elements of another
@@ -47,6 +51,12 @@ class LargeTensor(NamedTuple):
     shape: Sequence[int]
     dtype: torch.dtype
     checksum: int
+
+
+class Drawn(NamedTuple):
+    """The state of a generator, which others give to theirs."""
+
+    state: Any
 
 
 class Change(NamedTuple):
@@ -177,6 +187,8 @@ def _mark(value: Any) -> Any:
     if type(value) is tuple:
         marks = tuple(map(_mark, value))
         return None if all(mark is None for mark in marks) else marks
+    if type(value) in _GENERATORS:
+        return pickle.dumps(ForeignGenerator.of(value).get_state())
     return value.tobytes() if _is_small_array(value) else None
 
 
@@ -218,6 +230,8 @@ def _told(value: Any) -> Any:
         return deque(map(_told, value), value.maxlen)
     if type(value) is set:
         return set(map(_atom, value))
+    if type(value) in _GENERATORS:
+        return Drawn(ForeignGenerator.of(value).get_state())
     return value if _is_small_array(value) else _atom(value)
 
 
@@ -235,6 +249,10 @@ def _received(value: Any, own: Any) -> Any:
         alike = type(own) is Tensor and own.shape == hollow.shape and own.dtype == hollow.dtype
         equal = alike and not own.is_meta and int(checksum(own)) == value.checksum
         return own if equal else hollow
+    if isinstance(value, Drawn):
+        if type(own) in _GENERATORS:
+            ForeignGenerator.of(own).set_state(value.state)
+        return own
     if type(value) in _DICTS:
         there = own if isinstance(own, dict) else {}
         received = {key: _received(each, there.get(key)) for key, each in value.items()}

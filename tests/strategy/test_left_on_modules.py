@@ -1,6 +1,7 @@
 """Other processes get what a step leaves on modules, or the shape of what is large."""
 
 import pickle
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
@@ -217,3 +218,34 @@ def test_container_that_is_not_there() -> None:
     for other.more in ({}, {"new": 1}):
         follow({"": other}, before.changes())
         assert other.more in ({}, {"new": 1})
+
+
+@pytest.mark.parametrize(
+    "make, draw",
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda x: float(torch.rand(3, generator=x)[2])),
+        (lambda: random.Random(1), lambda x: x.random()),
+        (lambda: np.random.default_rng(1), lambda x: x.random()),
+        (lambda: np.random.RandomState(1), lambda x: x.random_sample()),
+    ],
+    ids=["torch", "random", "numpy", "older numpy"],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_generator_that_a_step_draws_from(make: Any, draw: Any, inside: bool) -> None:
+    """Hooks of other processes drew other numbers from theirs, such as for a learning rate."""
+    first, other = nn.Module(), nn.Module()
+    for each in (first, other):
+        each.generators = {"own": make()} if inside else make()  # type: ignore[assignment]
+
+    def generator(x: Any) -> Any:
+        return x.generators["own"] if inside else x.generators
+
+    before = LeftOnModules({"": first})
+    draw(generator(first))
+    sent = tree_flatten(list(before.changes()))
+    kept = generator(other)
+    follow({"": other}, tree_unflatten(pickle.loads(pickle.dumps(sent))))
+
+    assert generator(other) is kept
+    assert draw(generator(first)) == draw(kept)
+    assert not list(LeftOnModules({"": first}).changes())
