@@ -10,7 +10,7 @@ PHASES = {  # of a mini-batch, and exchanges outside of one
     0: "a forward",
     1: "a backward",
     STEP: "all forwards and backwards",
-    BETWEEN: "a rehearsal of blocks",
+    BETWEEN: "a rehearsal of blocks (or what a log or a metric needs)",
     NO_RUN: "a step without a pipeline",
 }
 

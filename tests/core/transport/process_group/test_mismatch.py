@@ -38,9 +38,9 @@ def said(theirs: Label, ours: Label) -> str:
         ),
         (
             TRAINED._replace(training=9 << 32 | 5, program=3, state=8, phase=-1),
-            "rank 1 runs a rehearsal of blocks, and rank 0 a forward, with other modules in "
-            "training mode, with other calls of layers, or other numbers in these, with the random "
-            "generators in other states",
+            "rank 1 runs a rehearsal of blocks (or what a log or a metric needs), and rank 0 a "
+            "forward, with other modules in training mode, with other calls of layers, or other "
+            "numbers in these, with the random generators in other states",
         ),
         (
             Label(minibatch=3, step=5, phase=-2),
