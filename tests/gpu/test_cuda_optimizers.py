@@ -109,7 +109,7 @@ def test_learning_rate_that_is_a_tensor(
 
 @on_many_gpus
 def test_lbfgs_is_refused(tmp_path: Path, gpus: int) -> None:
-    with pytest.raises(ValueError, match=r"LBFGS joins.*got cuda:0, cuda:1.*such as Adam"):
+    with pytest.raises(ValueError, match=r"LBFGS updates.*got cuda:0, cuda:1.*such as Adam"):
         piped(tmp_path, gpus, build=built(torch.optim.LBFGS))
 
 
