@@ -114,6 +114,7 @@ def _reasons(trainer: Trainer, module: LightningModule, callback: Callback) -> l
     options, optimizers = strategy_of(trainer, callback).options, trainer.optimizers
     others = [each for each in trainer.callbacks if each is not callback]  # type: ignore[attr-defined]
     pipeline = pipeline_of(trainer, callback)
+    joining = [type(each).__name__ for each in optimizers if joins_parameters(each)]
     refused = {
         f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": trainer.gradient_clip_val,
         f"precision={trainer.precision!r}": getattr(trainer.precision_plugin, "scaler", None),
@@ -123,7 +124,7 @@ def _reasons(trainer: Trainer, module: LightningModule, callback: Callback) -> l
         f"replicas={options.replicas}": options.replicas > 1,
         f"{len(pipeline.layouts)} pipelines": len(pipeline.layouts) > 1,
         f"{len(optimizers)} optimizers": len(optimizers) != 1,
-        f"{type(optimizers[0]).__name__}, which joins parameters": joins_parameters(optimizers[0]),
+        f"{', '.join(joining)}, which joins parameters": joining,
         "hooks of the optimizer's step": any(
             each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers
         ),

@@ -1,7 +1,7 @@
-"""What training_step changes for each micro-batch, where one step would change it once.
+"""Warns of changes by training_step that come once for each micro-batch, and not for the batch.
 
-A counter counts micro-batches then, and an average of weights moves once for each. It is right for
-no step to be suspended while it does so, and for some to count rows: so it is a warning.
+A counter counts micro-batches then, and an average of weights moves once for each. Some mean just
+that, such as a sum over rows: so it is no error.
 """
 
 from __future__ import annotations
@@ -49,15 +49,14 @@ class StepChanges:
         options = options_of(optimizers)
         own = [x for x in module.modules() if not isinstance(x, Metric)]
         around = [each for each in own if each not in self._layers]
+        paths = {each: path for path, each in module.named_modules(prefix="self")}
         watched = Changes(around, buffers_of=around, parameters_of=own, compared=True)
         with Journal().changed(_noting_metrics(module, self._found, self._means)):
             yield
-        several = len(pieces) > 1
         slots = watched.slots
         if self._batches == _BATCHES:
             slots -= watched.made
-        self._batches -= several
-        paths = {each: path for path, each in module.named_modules(prefix="self")}
+        self._batches -= len(pieces) > 1
         own_of_lightning = {(module, name) for name in _LIGHTNING}
         self._found |= {f"{paths[x]}.{name}" for x, name in slots - own_of_lightning}
         self._found |= {

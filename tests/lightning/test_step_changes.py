@@ -1,4 +1,4 @@
-"""What steps for each micro-batch leave is warned of, and not left by their verification.
+"""All that a step leaves by micro-batch is warned of; its verification leaves nothing.
 
 These are tests of ``step_changes``, ``optimizer_options`` and ``state/changes``.
 """
@@ -118,7 +118,7 @@ def nothing(module: Any, loss: Tensor, rows: int) -> None:
 def warned(
     change: Callable[..., None], root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> str:
-    """What a fit says that steps have left."""
+    """Return the warnings of a fit about changes that steps have left."""
     monkeypatch.setattr(Leaving, "change", staticmethod(change), raising=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""What an optimizer does with parameters, found by steps of others like it.
+"""The state and the reach of an optimizer, found by steps of others like it.
 
 The bytes that it keeps for each are counted after a step on the meta device, or on zeros if it
 reads values. Whether it updates each by itself shows when another one's gradients change.

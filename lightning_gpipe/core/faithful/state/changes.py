@@ -1,4 +1,4 @@
-"""What a run of the user's code changes on modules, by slot."""
+"""The changes that a run of the user's code makes on modules, by slot."""
 
 from __future__ import annotations
 
