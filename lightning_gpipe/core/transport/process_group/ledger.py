@@ -24,6 +24,7 @@ from lightning_gpipe.core.transport.interface import OutOfStep, RankFailed
 _SENT = "_lightning_gpipe_told"  # in an error: for each ledger, the number of the next exchange
 _ENDED = "has ended", "have ended"
 _BITS = 32  # of the number of an exchange, for those begun since the last failure
+AT_ONCE = -1  # a loss that leaves no exchange alone
 
 
 class Failure(NamedTuple):
@@ -86,13 +87,13 @@ class Ledger:
         self.closed = 0
         self.lost: Failure | None = None
         self.lost_ranks: set[int] = set()
-        self._lives = False  # whether those that are lost have only ended
+        self._lost_after = math.inf  # the last exchange that the loss leaves alone
         # By the number of earlier failed runs: the exchange that failed, and how.
         self._failures: dict[int, tuple[int, Failure]] = {}
         self._closed_by: dict[int, tuple[int, int]] = {}  # how often others have, and when last
         self._name = uuid4().hex  # in errors that were sent
         self.ends = 0  # how often this process has ended
-        self._ends_of: dict[int, int] = {}  # how often others have
+        self._ends_of: dict[int, tuple[int, int]] = {}  # how often others have, and after which
 
     @property
     def serial(self) -> int:
@@ -150,51 +151,58 @@ class Ledger:
     def end(self) -> None:
         self.ends += 1
 
-    def record_end(self, rank: int, times: int) -> bool:
-        """Record another process's ``times``-th end; return True if this one has ended as often."""
-        self._ends_of[rank] = times
+    def record_end(self, rank: int, times: int, serial: int) -> bool:
+        """Record another process's ``times``-th end, which comes after an exchange.
+
+        Return True if this one has ended as often.
+        """
+        self._ends_of[rank] = times, serial
         return times <= self.ends
 
-    def has_ended(self, rank: int) -> bool:
-        """Return True if another process has ended and this one has not."""
-        return self._ends_of.get(rank, 0) > self.ends
+    def end_of(self, rank: int) -> int | None:
+        """Return the last exchange of one that has ended while this has not, or None."""
+        times, serial = self._ends_of.get(rank, (0, 0))
+        return serial if times > self.ends else None
 
     @property
     def ended(self) -> Failure | None:
         """The processes that have ended while this one has not, or None."""
-        ranks = tuple(filter(self.has_ended, self._ends_of))
+        ranks = tuple(rank for rank in self._ends_of if self.end_of(rank) is not None)
         return Failure.ended(ranks) if ranks else None
 
-    def lose(self, ranks: Sequence[int], failure: Failure, *, lives: bool = False) -> bool:
+    def lose(self, ranks: Sequence[int], failure: Failure, after: int = AT_ONCE) -> bool:
         """Record that ``ranks`` cannot be reached any more; return True for the first failure.
 
-        That of a process that ``lives``, and has ended, is followed by the first of others.
+        One that has ended ``after`` an exchange has sent all that is needed until then, such as the
+        failure for which it has ended.
         """
         self.lost_ranks.update(ranks)
-        first = self.lost is None or (self._lives and not lives)
-        if first:
-            self.lost, self._lives = failure, lives
-        return first
+        if after >= self._lost_after:
+            return False
+        self.lost, self._lost_after = failure, after
+        return True
 
     @property
     def failure(self) -> Failure | None:
         """The reason why the present exchange cannot go on, or None."""
-        failed = self._failure_by(self.serial)  # a process that has failed may close at once
-        if failed is None and (closers := self._closers(before=self.serial)):
+        failure = self._failure_by(self.serial)  # a process that has failed may close at once
+        if failure in (None, self.lost) and (closers := self._closers(before=self.serial)):
             return Failure(tuple(closers), "closed the pipeline")
-        return self.lost or failed
+        return failure
 
     @property
     def failure_next(self) -> Failure | None:
         """The reason why the next exchange cannot run, or None."""
-        return self.lost or self._failure_by(self.serial + 1)
+        return self._failure_by(self.serial + 1)
 
     @property
     def failure_at_end(self) -> Failure | None:
         """The reason why the present exchange fails though all processes have finished, or None."""
-        return self.lost or self._failure_by(self.serial)
+        return self._failure_by(self.serial)
 
     def _failure_by(self, serial: int) -> Failure | None:
+        if self._lost_after < serial:
+            return self.lost
         failed_at, failure = self._failures.get(self.failed, (0, None))
         return failure if failed_at <= serial else None
 

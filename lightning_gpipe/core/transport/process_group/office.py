@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Store
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.gossip import Gossip
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
-from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger, run_of
+from lightning_gpipe.core.transport.process_group.ledger import AT_ONCE, Failure, Ledger, run_of
 from lightning_gpipe.core.transport.process_group.requests import Requests
 from lightning_gpipe.core.transport.process_group.tree import Tree
 from lightning_gpipe.core.transport.process_group.whereabouts import OWN, Waits, ranges_of
@@ -192,7 +192,7 @@ class Office:
             self._open = False
             follows = self.ledger.close()  # another process, of which all hear
             closed = self.ledger.closed
-            header = Header(MessageCode.CLOSED, self.ledger.serial, closed=closed)
+            header = Header(MessageCode.CLOSED, self.ledger.serial, times=closed)
             header = header._replace(origin=self._rank)
             first = not follows and self._is_news(header)
         if first:
@@ -207,7 +207,8 @@ class Office:
         with self._lock:
             self._listens = False
             self.ledger.end()
-            header = Header(MessageCode.END, self.ledger.ends, origin=self._rank)
+            last = self.ledger.serial - (self._recipient is not None)
+            header = Header(MessageCode.END, last, times=self.ledger.ends, origin=self._rank)
         deadline = time.monotonic() + TELL_TIMEOUT
         self._wait(lambda: self._channels.finish(_POLL), deadline)
         self._tell_and_wait(header)
@@ -249,7 +250,9 @@ class Office:
         if header.code == MessageCode.FAILURE:
             about, when = run_of(header.serial), (header.serial, header.origin)
         elif header.code == MessageCode.CLOSED:
-            about, when = header.closed, (header.serial, header.origin)
+            about, when = header.times, (header.serial, header.origin)
+        elif header.code == MessageCode.ENDED:
+            about = header.times
         return self._gossip.is_news((header.code, about), *when)
 
     def _spread(self, header: Header, text: str = "", *, but: int = -1) -> None:
@@ -290,11 +293,11 @@ class Office:
 
     def on_disconnect(self, rank: int, error: BaseException) -> None:
         with self._lock:
-            ended = self.ledger.has_ended(rank)
-        if ended:  # this process was still to begin a run, or another one
-            self._lose([rank], Failure.ended([rank]), lives=True)
-        else:
+            end = self.ledger.end_of(rank)
+        if end is None:
             self._notice_loss([rank], f"is lost: {error}")
+        else:  # this process was still to begin a run, or another one
+            self._lose([rank], Failure.ended([rank]), after=end)
 
     def _deliver_mail(self, header: Header, mail: Mail) -> None:
         arrival = header.origin, header, mail
@@ -327,10 +330,10 @@ class Office:
                 self.ledger.record_failure(header.serial, Failure.decode(text))
                 present = self.ledger.failure_at_end
             elif header.code == MessageCode.CLOSED:
-                self.ledger.record_close(header.origin, header.closed, header.serial)
+                self.ledger.record_close(header.origin, header.times, header.serial)
                 present = self.ledger.failure
             else:
-                self.ledger.record_end(header.origin, header.serial)
+                self.ledger.record_end(header.origin, header.times, header.serial)
                 present = None
             self._changed.notify_all()
             recipient = self._recipient
@@ -346,7 +349,7 @@ class Office:
             spreads = ended and more and self._is_news(news)
             if ended:
                 self._heartbeat.excuse(rank)
-                if not self.ledger.record_end(rank, header.serial) and more:
+                if not self.ledger.record_end(rank, header.times, header.serial) and more:
                     with suppress(RuntimeError):  # it has not waited for the answer
                         self.links[rank].tell(Header(MessageCode.ANSWER, 0))
                     more = False
@@ -374,19 +377,23 @@ class Office:
         others: str = "",
         *,
         but: int = -1,
-        lives: bool = False,
+        after: int = AT_ONCE,
     ) -> None:
         """Fail for good, and tell all but one, in the words ``others`` if there are any.
 
-        Where a process ``lives``, the others have heard of its end, and the user's code may wait
-        for it.
+        Where a process has ended ``after`` an exchange, the others have heard of its end, and the
+        user's code may wait for it.
         """
+        lives = after != AT_ONCE
         with self._lock:
-            first = self.ledger.lose(ranks, failure, lives=lives)
-            self._lost_at = min(self._lost_at, time.monotonic())
+            first = self.ledger.lose(ranks, failure, after)
+            if not lives:
+                self._lost_at = min(self._lost_at, time.monotonic())
             self._changed.notify_all()
             recipient = self._recipient
-        if not first:
+            # An exchange that needs nothing more of it goes on, or fails for what it has told.
+            spared = recipient is not None and self.ledger.failure_at_end is not failure
+        if not first or spared:
             return
         self._channels.abort()
         if not lives:  # before anything else: they see next that this process ends

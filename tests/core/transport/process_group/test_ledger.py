@@ -104,20 +104,40 @@ def test_who_is_lost_first_stays() -> None:
     assert ledger.lost_ranks == {1, 2}
 
 
+def test_end_after_a_failure_does_not_hide_it() -> None:
+    """Once one that began the exchange later found that another had ended, but not why."""
+    ledger, failing = begun(2), begun(3)
+    serial, _ = failing.fail(running=True)
+    ledger.record_failure(serial, BURNT)
+    ledger.record_end(1, 1, failing.serial)
+
+    assert ledger.lose([1], Failure.ended([1]), ledger.end_of(1))
+
+    assert ledger.failure is None  # all that this exchange needs has come
+    ledger.begun += 1
+    assert ledger.failure == BURNT
+    ledger.fail(running=True)
+    ledger.begun += 1
+    assert ledger.failure == Failure((1,), "has ended")
+    assert ledger.lose([2], Failure((2,), "is lost"))
+    assert not ledger.lose([1], Failure((1,), "is lost"))
+    assert ledger.failure == Failure((2,), "is lost")
+
+
 def test_end_that_follows_that_of_this_process() -> None:
     ledger = Ledger()
     ledger.end()
 
-    assert ledger.record_end(1, 1)
+    assert ledger.record_end(1, 1, 5)
     assert ledger.ended is None
 
 
 def test_end_of_a_process_while_this_one_goes_on() -> None:
     ledger = Ledger()
 
-    assert not ledger.record_end(1, 1)
+    assert not ledger.record_end(1, 1, 5)
     assert ledger.ended == Failure((1,), "has ended")
-    assert not ledger.record_end(2, 1)
+    assert not ledger.record_end(2, 1, 5)
     assert ledger.ended == Failure((1, 2), "have ended")
     ledger.end()
     assert ledger.ended is None

@@ -174,7 +174,7 @@ def test_process_that_leaves_waits_for_those_that_read_slowly(
 
 def said(code: MessageCode, text: str = "") -> bytes:
     """A message of the second process."""
-    return b"".join(seal(Header(code, 1, origin=1), text.encode()))
+    return b"".join(seal(Header(code, 1, times=1, origin=1), text.encode()))
 
 
 BEAT = said(MessageCode.BEAT, json.dumps([{}, []]))
@@ -214,6 +214,25 @@ def test_process_that_has_left_is_not_lost_to_one_that_begins_another_run() -> N
         here.hear_of_loss([], "wait for one another")  # a failure of processes that have not ended
 
         assert lost == [([], "wait for one another")]
+
+
+def test_process_that_fails_and_leaves_says_why_to_one_that_begins_later() -> None:
+    """Once that one heard that it had ended, but not why."""
+    with offices(2, timedelta(seconds=NEVER)) as (_, (here, there)):
+        for office in (here, there):
+            office.listen()
+        there.begin(Recorder())
+        there.tell(OwnError("burnt"))
+        there.leave()
+        run = Recorder()
+
+        _, failure = here.begin(run)
+
+        assert awaited(lambda: here.ledger.lost is not None, True)
+        assert failure == here.end() == Failure((1,), "failed: OwnError: burnt")
+        assert run.failure is None
+        here.tell(OwnError("as another has failed"))
+        assert here.begin(run)[1] == Failure((1,), "closed the pipeline")
 
 
 def test_pipeline_that_is_freed_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,11 @@ class Header(NamedTuple):
     """The start of a message: a fixed number of integers."""
 
     code: int  # a MessageCode
-    serial: int  # of the exchange, see Ledger; in END and ENDED, how often the process has ended
+    serial: int  # of the exchange, see Ledger; in END and ENDED, of the last one before the end
     label: Label = Label()  # of the exchange
     size: int = 0  # of what follows, in bytes
     bits: int = 0  # the signalled ones
-    closed: int = 0  # in CLOSED, how often the process has closed
+    times: int = 0  # in CLOSED, END and ENDED, how often the process has closed or ended
     origin: int = 0  # the process that the message is of; others may pass it on
     to: int = ALL  # the process that it is for
 

@@ -322,7 +322,7 @@ def test_tensor_with_requires_grad_and_structure_of_a_leaf() -> None:
 
 def test_header() -> None:
     header = Header(
-        MessageCode.VALUES, 1 << 40, Label(1, 2, 3, state=1 << 62), size=5, bits=6, closed=4
+        MessageCode.VALUES, 1 << 40, Label(1, 2, 3, state=1 << 62), size=5, bits=6, times=4
     )
     content = header.encode()
 
