@@ -188,7 +188,9 @@ def _mark(value: Any) -> Any:
         marks = tuple(map(_mark, value))
         return None if all(mark is None for mark in marks) else marks
     if type(value) in _GENERATORS:
-        return pickle.dumps(ForeignGenerator.of(value).get_state())
+        state = ForeignGenerator.of(value).get_state()
+        # A pickled tensor has the address of its memory.
+        return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
     return value.tobytes() if _is_small_array(value) else None
 
 

@@ -7,7 +7,10 @@ keeps its inputs for a recomputation, and runs on slices of the batch.
 Here are also the tests of ``forbidden_edits``.
 """
 
+import copy
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +93,51 @@ def test_first_layer_that_works_in_place_leaves_the_batch_alone(
             before = x.clone()
             assert_same(pipeline(x), plain(before.clone()))
             assert torch.equal(x, before)
+
+
+class Residual(nn.Module):
+    """Uses again what its first layer has edited."""
+
+    def __init__(self, *, inplace: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3).double()
+        self.layers: Any = nn.Sequential(nn.ReLU(inplace=inplace), *perceptron(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        output: Tensor = self.layers(h) + h
+        return output
+
+
+@with_and_without_threads
+@pytest.mark.parametrize("by_micro_batch", [False, True])
+def test_first_layer_that_works_in_place_is_warned_of(pipe: Pipe, by_micro_batch: bool) -> None:
+    """Once the sum had the input as it was before the edit, and nobody said so."""
+    module = Residual(inplace=True)
+    module.layers = pipe(module.layers, chunks=2)
+
+    def step() -> None:
+        if by_micro_batch:
+            module.layers.by_micro_batch(lambda x: a_loss(module(x)), rows(4))
+        else:
+            a_loss(module(rows(4))).backward()
+
+    with pytest.warns(UserWarning, match=r"got an edit by layer 0 \(ReLU\)"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+
+
+@with_and_without_threads
+def test_layers_that_work_in_place_elsewhere_are_not_warned_of(pipe: Pipe) -> None:
+    plain = Residual(inplace=False)
+    plain.layers[2] = nn.ReLU(inplace=True)
+    pipeline = copy.deepcopy(plain)
+    pipeline.layers = pipe(pipeline.layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(pipeline(rows(7)), plain(rows(7)))
 
 
 # Inputs that a layer wants the gradient of.

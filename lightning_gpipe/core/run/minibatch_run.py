@@ -34,6 +34,7 @@ from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.sums import Pair
 from lightning_gpipe.core.run.gradient_home import GradientHome, GradientTransfer
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients, UnfinishedMiniBatches
+from lightning_gpipe.core.run.guards.shared_objects import warn_of_edited_inputs
 from lightning_gpipe.core.run.observe.clocks import clock_of
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
 from lightning_gpipe.core.run.observe.timeline import Timeline
@@ -255,8 +256,11 @@ class MiniBatchRun:
 
         ``everywhere`` has parameters of stages of other processes that have values here too.
         """
+        starts = self.equipment.layout.starts
         for stage_pass in self.passes:
             stage_pass.finish_forward()
+            if stage_pass.editors and stage_pass.stage.partition.index in starts:
+                warn_of_edited_inputs(stage_pass.editors)
         return self.used_leaves.leaves(everywhere)
 
     def begin_backward(self, generators: SharedGenerators | None) -> None:

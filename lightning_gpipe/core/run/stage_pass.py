@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from types import CodeType, FrameType
 from typing import Any
@@ -78,9 +78,11 @@ class StagePass:
 
     Attributes:
         variables: The context variables in which it runs; None for those of the worker.
+        editors: The titles of the layers that edited its inputs in a first run.
     """
 
     transfer: GradientTransfer | None = None
+    editors: Collection[str] = ()
 
     def __init__(
         self,
@@ -373,6 +375,7 @@ class StagePass:
         guard.close()
         if guard.first:
             warn_of_attributes(stage, outputs.leaves)
+            self.editors = guard.editors
         if work.terms:
             leaving.append(tree_flatten(terms))
         if leaving:

@@ -52,6 +52,11 @@ class MutationGuard:
         """True if earlier runs edited nothing, so that an edit would be an error."""
         return self._expected is not None and not self._expected
 
+    @property
+    def editors(self) -> Collection[str]:
+        """The layers that have edited inputs, by their titles."""
+        return self._editors.values()
+
     def after(self, title: str) -> None:
         for k, leaf, version in self._versions:
             if leaf._version != version and k not in self._editors:

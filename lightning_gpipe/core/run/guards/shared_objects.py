@@ -3,8 +3,8 @@
 In a plain nn.Sequential a layer may write into a dict that a later layer reads, or set an attribute
 on the tensor that it returns. Stages run at the same time, each on another micro-batch, and tensors
 that travel are new objects: a stage would read another micro-batch's value, or none. So the first
-mini-batches are checked for edits of objects that several stages hold, and for attributes of
-tensors.
+mini-batches are checked for edits of objects that several stages hold, of the caller's tensors, and
+for attributes of tensors.
 """
 
 from __future__ import annotations
@@ -80,6 +80,17 @@ def warn_of_attributes(stage: Stage, leaves: Iterable[object]) -> None:
             "to the tensor, or send it by a skip connection, see lightning_gpipe.skip.",
             stacklevel=2,
         )
+
+
+def warn_of_edited_inputs(editors: Iterable[str]) -> None:
+    """Warn of layers, by their titles, that edit the tensors that a pipeline is called with."""
+    warnings.warn(
+        "the input of a pipeline that its first layers edit in place must not be used again, as in "
+        f"layers(h) + h: got an edit by {', '.join(dict.fromkeys(editors))}. They edit a copy, so "
+        "what uses the tensor after the call finds it as it was, where the plain module has edited "
+        "it. Write the out-of-place form, such as nn.ReLU(inplace=False).",
+        stacklevel=2,
+    )
 
 
 def _shared_by(partitions: Iterable[Partition]) -> list[_Shared]:

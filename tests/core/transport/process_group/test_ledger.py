@@ -111,7 +111,9 @@ def test_end_after_a_failure_does_not_hide_it() -> None:
     ledger.record_failure(serial, BURNT)
     ledger.record_end(1, 1, failing.serial)
 
-    assert ledger.lose([1], Failure.ended([1]), ledger.end_of(1))
+    end = ledger.end_of(1)
+    assert end is not None
+    assert ledger.lose([1], Failure.ended([1]), end)
 
     assert ledger.failure is None  # all that this exchange needs has come
     ledger.begun += 1
