@@ -1,5 +1,6 @@
 """The command ``lightning-gpipe`` (``python -m lightning_gpipe``): ``fit``, ``check``, ``plan``."""
 
+import gc
 import os
 import sys
 
@@ -23,6 +24,7 @@ Without an installation, write python -m lightning_gpipe instead of lightning-gp
 
 def run() -> None:
     """Run the command line of this process, and end it."""
+    gc.freeze()  # what is imported is no garbage, and half a second in each search for it
     # A console script has its own folder there, and not the user's modules as `python -m` has.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -34,4 +36,6 @@ def run() -> None:
         main()
     else:
         del sys.argv[1:]  # or LightningCLI, which the command gives its own, warns of them
-        sys.exit(command(arguments or ["--help"]))
+        status = command(arguments or ["--help"])
+        gc.freeze()  # nor is what ends with the process
+        sys.exit(status)

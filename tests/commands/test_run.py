@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lightning_gpipe.commands import run
+
+
+@pytest.fixture(autouse=True)
+def _other_tests_find_their_garbage() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
 
 COMMANDS = ("fit", "validate", "test", "predict", "check", "plan")
 
