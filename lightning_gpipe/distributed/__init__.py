@@ -7,7 +7,6 @@ gradients of shared parameters. Replicas have batches of their own, and average 
 
 from lightning_gpipe.distributed.arrangement import Arrangement, Mode
 from lightning_gpipe.distributed.buckets import divisible
-from lightning_gpipe.distributed.checksum import checksum
 from lightning_gpipe.distributed.children import ProcessLauncher, Scripts
 from lightning_gpipe.distributed.comparison import check_same, shapes, versions
 from lightning_gpipe.distributed.data_parallel import WorldSizeCalls, refuse_world_size

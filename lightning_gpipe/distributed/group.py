@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gpipe.core.data import checksum
 from lightning_gpipe.core.transport import (
     OBSERVED,
     OWN,
@@ -34,7 +35,6 @@ from lightning_gpipe.core.transport import (
     set_connected,
     users_line,
 )
-from lightning_gpipe.distributed.checksum import checksum
 
 FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
 _POLL = 0.1  # seconds

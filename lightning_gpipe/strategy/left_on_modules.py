@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.data import checksum
 from lightning_gpipe.core.faithful import ForeignGenerator, SavedContainer, set_elements
 from lightning_gpipe.core.layout import CONTAINERS
-from lightning_gpipe.distributed import checksum
 
 _SMALL = 2**16  # bytes of a tensor that is told as it is
 _SMALL_ARRAY = 2**20  # the same of a NumPy array, which can be nothing else

@@ -3,6 +3,7 @@
 Nothing here depends on stages or devices.
 """
 
+from lightning_gpipe.core.data.checksum import checksum
 from lightning_gpipe.core.data.dtensors import (
     divided_like,
     from_shard,
@@ -49,9 +50,7 @@ from lightning_gpipe.core.data.pytree import (
 )
 from lightning_gpipe.core.data.tensor_search import requires_grad
 from lightning_gpipe.core.data.tensors import (
-    bits_of,
     bytes_of,
-    checksums,
     copy_values,
     equal,
     has_own_dispatch,

@@ -115,26 +115,6 @@ def parts(tensor: Tensor) -> list[Tensor]:
     return [tensor] if layout is torch.strided else [tensor.to_dense()]
 
 
-@torch.no_grad()
-def checksums(parameter: Tensor) -> Tensor:
-    """Return sums over the elements and their squares: equal as long as nothing is edited.
-
-    Sums over each index, weighted by it, tell the same elements in other places.
-    """
-    value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    if value.itemsize == 1:  # not all types of one byte have sums
-        value = value.view(torch.uint8)
-    sums = [value.sum(dtype=torch.float64)]
-    for dim in range(value.dim()):
-        others = [each for each in range(value.dim()) if each != dim]
-        of_indices = value.sum(others, dtype=torch.float64) if others else value.double()
-        weights = torch.arange(len(of_indices), dtype=torch.float64, device=value.device)
-        sums.append(of_indices @ weights.sin())  # no regular numbers, as the elements may be
-    if value.is_floating_point():
-        sums.append(torch.linalg.vector_norm(value, dtype=torch.float64))
-    return torch.stack(sums).nan_to_num()
-
-
 def outline(tensor: Tensor) -> Tensor:
     """Return a tensor of the same form and marks with one element of memory, if it is dense."""
     if tensor.layout is not torch.strided or tensor.is_nested:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import checksums
+from lightning_gpipe.core.data import checksum
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.parameter_leaves import (
@@ -122,7 +122,7 @@ class Shadows:
         else:
             shadow = copy_like(parameter, requires_grad, device, self._values.get(key))
             if self.examined and has_memory(shadow):
-                self._checksums[key] = checksums(shadow)
+                self._checksums[key] = checksum(shadow)
         self._copied[key] = parameter, shadow, _state_of(shadow, parameter)
         return shadow
 
@@ -186,7 +186,7 @@ class Shadows:
         """A followed parameter whose copy was edited, itself or an attribute, if there is one."""
         for key, (parameter, shadow, (versions, objects)) in self._copied.items():
             before = self._checksums.get(key)  # an edit by its data has another version counter
-            same = before is None or torch.equal(before, checksums(shadow))
+            same = before is None or torch.equal(before, checksum(shadow))
             present, held = _state_of(shadow, parameter)
             others = len(objects) != len(held) or any(map(is_not, objects, held))
             if versions != present or others or not same:

@@ -8,7 +8,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_gpipe.core.data.tensors import (
     bytes_of,
-    checksums,
     copy_values,
     equal,
     identity,
@@ -125,25 +124,3 @@ def test_views_have_the_memory_of_what_they_are_of() -> None:
 @pytest.mark.parametrize("other", [torch.empty(0), X.to_sparse(), X.to("meta"), "text"])
 def test_what_has_no_memory_to_share(other: object) -> None:
     assert memory(other) is None
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.int8, torch.complex64, torch.float8_e4m3fn]
-)
-def test_checksums_change_with_an_element(dtype: torch.dtype) -> None:
-    """Some types of one byte have no sums of their own in PyTorch 2.13."""
-    x = torch.arange(6.0).view(2, 3).to(dtype)
-    before = checksums(x)
-    assert torch.equal(checksums(x.clone()), before)
-
-    x[1, 2] = 1
-
-    assert not torch.equal(checksums(x), before)
-
-
-def test_checksums_change_with_the_order() -> None:
-    x = torch.arange(24.0).view(2, 3, 4)
-    orders = [x, x.flip(0), x.roll(1, 1), x.roll(1, 2), x.flip(0, 2)]
-    found = {tuple(checksums(each.contiguous()).tolist()) for each in orders}
-
-    assert len(found) == len(orders)

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_gpipe.core.faithful.state.attributes import AttributeState, Owners
 from lightning_gpipe.core.faithful.state.buffers import BufferState
-from lightning_gpipe.core.faithful.state.parameters import edited, watched_by_sums
+from lightning_gpipe.core.faithful.state.parameters import edited, watched_by_checksums
 from lightning_gpipe.core.layout import Slot
 
 
@@ -19,7 +19,7 @@ class Changes:
         owners: Those whose attributes count.
         buffers_of, parameters_of: Those whose buffers and parameters count.
         compared: Whether edits that leave no other trace, as through ``.data``, are found by the
-            values before, which are copied; of parameters, by sums over their elements.
+            values before, which are copied; of parameters, by checksums.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Changes:
         known = {} if compared else dict.fromkeys(found.containing, False)
         self._attributes = AttributeState(found, found.values() or (), known)
         self._buffers = BufferState(list(buffers_of), edited=None if compared else ())
-        self._parameters = watched_by_sums(parameters_of) if compared else []
+        self._parameters = watched_by_checksums(parameters_of) if compared else []
 
     @property
     def slots(self) -> set[Slot]:

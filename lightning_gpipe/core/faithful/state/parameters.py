@@ -6,7 +6,7 @@ frozen parameters, up to a limit; later runs copy those that it edited.
 
 A trained parameter cannot be replaced by a copy, which would get the gradient. It may be edited if
 a second edit changes nothing, as ``nn.Embedding(max_norm=...)`` does. The first recomputation
-checks that by sums over the elements: copies would take too much memory, and edits through
+checks that by checksums: copies would take too much memory, and edits through
 ``.data`` leave no other trace.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from lightning_gpipe.core.data import bytes_of, checksums, copy_values, equal
+from lightning_gpipe.core.data import bytes_of, checksum, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.parameter_leaves import has_memory, leaf_like, value_on
@@ -28,7 +28,7 @@ _MOST = 2**30  # bytes of frozen parameters to copy in the first run
 
 
 class _WatchedParameter:
-    """A parameter as it was, by a copy or by sums over its elements."""
+    """A parameter as it was, by a copy or a checksum."""
 
     def __init__(self, slot: Slot, parameter: nn.Parameter, *, copied: bool) -> None:
         self.slot = slot
@@ -37,13 +37,13 @@ class _WatchedParameter:
         self.copy = None if value is None else leaf_like(parameter, False, value)
         self._version = version_of(parameter)
         self._pointer = parameter.data_ptr()
-        self._sums = None if copied else checksums(parameter)
+        self._checksum = None if copied else checksum(parameter)
 
     @property
     def moved(self) -> bool:
         """True if it has another value."""
-        if self._sums is not None:
-            return not torch.equal(checksums(self.parameter), self._sums)
+        if self._checksum is not None:
+            return not torch.equal(checksum(self.parameter), self._checksum)
         return self.copy is not None and not equal(self.parameter, self.copy)
 
     @property
@@ -120,7 +120,7 @@ def edited(watched: Iterable[_WatchedParameter]) -> set[Slot]:
     return {each.slot for each in watched if each.edited}
 
 
-def watched_by_sums(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
+def watched_by_checksums(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
     """Watch all parameters without copies."""
     return [_WatchedParameter(slot, p, copied=False) for slot, p in _slots_of(modules)]
 

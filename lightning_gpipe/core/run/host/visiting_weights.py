@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_gpipe.core.data import checksums
+from lightning_gpipe.core.data import checksum
 from lightning_gpipe.core.faithful import Hooks, Shadows, add_note, placeholder
 from lightning_gpipe.core.run.backward.sums import Pair
 from lightning_gpipe.core.run.stage import Stage
@@ -100,7 +100,7 @@ class VisitingWeights(ABC):
 
     def _checksums(self) -> list[Tensor]:
         with plain_operators():
-            return [checksums(part.copy.detach()) for part in self._parts]
+            return [checksum(part.copy.detach()) for part in self._parts]
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return hooks with which autograd saves places of weights, and by ``hooks`` the rest."""

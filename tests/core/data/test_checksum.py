@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpipe.distributed.checksum import checksum
+from lightning_gpipe.core.data import checksum
 
 LONG = 3 * 2**17 + 5  # several pieces
 
@@ -19,7 +19,9 @@ DTYPES = [
     torch.complex128,
     torch.int64,
     torch.int32,
+    torch.int8,
     torch.uint8,
+    torch.float8_e4m3fn,
     torch.bool,
 ]
 
@@ -41,7 +43,7 @@ def test_each_dtype(dtype: torch.dtype) -> None:
     other = tensor.clone()
     assert sum_of(other) == sum_of(tensor)
 
-    other[-1] = ~other[-1] if dtype is torch.bool else other[-1] + 1
+    other[-1] = not other[-1].item()
 
     assert sum_of(other) != sum_of(tensor)
 
@@ -62,6 +64,22 @@ def test_order() -> None:
     rolled = tensor.roll(2**17)
 
     assert len({sum_of(tensor), sum_of(tensor.flip(0)), sum_of(rolled)}) == 3
+
+
+def test_order_within_eight_bytes() -> None:
+    tensor = values(torch.float16, 24).view(2, 3, 4)
+    orders = [tensor, tensor.flip(0), tensor.roll(1, 1), tensor.roll(1, 2), tensor.flip(0, 2)]
+
+    assert len(set(map(sum_of, orders))) == len(orders)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64], ids=str)
+@pytest.mark.parametrize("start", range(4))
+def test_part_of_other_memory(dtype: torch.dtype, start: int) -> None:
+    """Which may begin between two integers."""
+    part = values(dtype)[start : start + 93]
+
+    assert sum_of(part) == sum_of(part.clone())
 
 
 def test_memory_in_another_order() -> None:
