@@ -23,6 +23,7 @@ import lightning as L
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from lightning_gpipe.core.data import (
     bytes_of,
@@ -204,7 +205,8 @@ class InnerProcesses:
                     )
 
     def _marks_now(self) -> list[_Mark]:
-        return [(version_of(x), x.requires_grad) for x in self._elsewhere.values()]
+        with DisableTorchFunctionSubclass():  # they have no values that these would read
+            return [(version_of(x), x.requires_grad) for x in self._elsewhere.values()]
 
     def _refuse_edits(self) -> None:
         """Refuse edits that the code has made after its call, in this process alone."""

@@ -96,14 +96,6 @@ class _Container(NamedTuple):
     saved: SavedContainer
     marks: Mapping[Any, Any]
 
-    @classmethod
-    def at(cls, keys: Keys, container: Any) -> _Container:
-        if keys and len(container) > _LONG:
-            return cls(keys, SavedContainer.of(container, copied=False), {})
-        marked = [(k, x) for k, x in _items(container) if type(x) in _MARKED]
-        marks = {k: mark for k, x in marked if (mark := _mark(x)) is not None}
-        return cls(keys, SavedContainer.of(container), marks)
-
     def changes(self, path: str) -> Iterator[Change]:
         now, size, before = self.saved
         edited = any(map(self._edited, self.marks))
@@ -164,20 +156,25 @@ def follow(modules: Mapping[str, nn.Module], changes: Iterable[Change]) -> None:
 
 
 def _containers_in(container: Any, keys: Keys = ()) -> Iterator[_Container]:
+    items = _items(container, within=bool(keys))
     if not isinstance(container, tuple):
-        yield _Container.at(keys, container)
-    if len(keys) < _DEPTH and not (keys and len(container) > _LONG):
-        for key, value in _items(container):
-            inside = (keys or key not in _INTERNAL) and isinstance(value, _NESTING)
-            if inside and _is_atom(key):
+        marked = [(k, x) for k, x in items if type(x) in _MARKED]
+        marks = {k: mark for k, x in marked if (mark := _mark(x)) is not None}
+        copied = not keys or len(container) <= _LONG
+        yield _Container(keys, SavedContainer.of(container, copied=copied), marks)
+    if len(keys) < _DEPTH:
+        for key, value in items:
+            if isinstance(value, _NESTING) and _is_atom(key):
                 yield from _containers_in(value, (*keys, key))
 
 
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the keys of a container with its elements; nothing of a set."""
-    if isinstance(container, set):
-        return ()
-    return container.items() if isinstance(container, dict) else enumerate(container)
+def _items(container: Any, *, within: bool) -> list[tuple[Any, Any]]:
+    """Return the keys with the elements that may have edits: of attributes, those of the user."""
+    if not within:  # of a thousand modules in each step
+        return [(k, x) for k, x in container.items() if k not in _INTERNAL]
+    if isinstance(container, set) or len(container) > _LONG:
+        return []
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
 def _mark(value: Any) -> Any:
