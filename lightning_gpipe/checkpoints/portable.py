@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_gpipe.core.data import from_whole, identity, map_tensors
+from lightning_gpipe.core.frontends import become, replaceable
 
 
 def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -47,21 +48,23 @@ def to_cpu(module: nn.Module) -> None:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Load a state dict; its tensors, cast, replace meta ones, and tied parameters stay tied."""
+    """Load a state dict; meta tensors, which stay the same objects, get the memory of its own."""
     state = divided_as_in(module, state)
-    own = module.state_dict()
-    if not any(isinstance(x, Tensor) and x.is_meta for x in own.values()):
-        module.load_state_dict(state, strict=strict)
-        return
-    dtypes = {name: x.dtype for name, x in own.items() if isinstance(x, Tensor)}
-    cast = {name: value.to(dtypes.get(name, value.dtype)) for name, value in state.items()}
-    tied = [slots for slots in _slots(module).values() if len(slots) > 1]
-    module.load_state_dict(cast, strict=strict, assign=True)
-    for slots in tied:
-        values = [parameters[name] for parameters, name in slots]
-        loaded = next((value for value in values if not value.is_meta), values[0])
-        for parameters, name in slots:
-            parameters[name] = loaded
+    taken = set[Hashable]()
+    with replaceable(*module.modules()):
+        for name, own in module.state_dict(keep_vars=True).items():
+            value = state.get(name)
+            if not (isinstance(own, Tensor) and own.is_meta and isinstance(value, Tensor)):
+                continue
+            value = value.detach().to(own.dtype)
+            if value.is_meta or value.shape != own.shape:
+                continue
+            key = identity(value)  # that of several tensors, which are tied elsewhere
+            value = value.clone() if key in taken else value
+            taken.add(key)
+            is_parameter = isinstance(own, nn.Parameter)
+            become(own, nn.Parameter(value, own.requires_grad) if is_parameter else value)
+    module.load_state_dict(state, strict=strict)
 
 
 def load_into_stages(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -87,16 +90,6 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
         if (like := divided.get(int(key) if str(key).isdecimal() else key)) is not None:
             states[key] = map_tensors(partial(from_whole, like=like), states[key])
     optimizer.load_state_dict({**state, "state": states})
-
-
-def _slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[dict[str, Any], str]]]:
-    """Return the slots of each parameter: a module's dict of parameters, and the name in it."""
-    slots: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
-    for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                slots.setdefault(parameter, []).append((submodule._parameters, name))
-    return slots
 
 
 @contextmanager

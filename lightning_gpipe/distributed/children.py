@@ -96,7 +96,10 @@ class Scripts(_SubprocessScriptLauncher):
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Starts processes with multiprocessing; the main one gets the whole model by ``fetch``."""
+    """Starts processes with multiprocessing; the main one gets the whole model by ``fetch``.
+
+    At their end they ``part``, since no finalizer runs at the exit of a forked one.
+    """
 
     def __init__(
         self,
@@ -104,10 +107,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
         method: Literal["spawn", "fork"],
         listening: Callable[[], AbstractContextManager[None]],
         fetch: Callable[[LightningModule], None],
+        part: Callable[[], None],
     ) -> None:
         super().__init__(strategy, method)
         self._listening = listening
         self._fetch = fetch
+        self._part = part
 
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +132,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         self._fetch(trainer.lightning_module)
-        return super()._collect_rank_zero_results(trainer, results)
+        collected = super()._collect_rank_zero_results(trainer, results)
+        self._part()
+        return collected
 
 
 def end(processes: Sequence[Process], patience: timedelta) -> None:

@@ -155,7 +155,7 @@ class Processes:
         assert self._environment is not None, "the Trainer has found one"
         method = self.options.start_method
         if method != "popen":
-            return ProcessLauncher(strategy, method, self.listening, fetch)
+            return ProcessLauncher(strategy, method, self.listening, fetch, self._part)
         processes, timeout = self.arrangement.on_each_node, self.options.timeout
         node = self._environment, processes, self._nodes
         return Scripts(*node, timeout, on_error, self.listening)
@@ -278,6 +278,11 @@ class Processes:
         cause = self._cause_of(error)
         if cause is not error:
             raise cause from error
+
+    def _part(self) -> None:
+        """Leave the others once all have come here: none waits for one that has ended."""
+        self.meet("end")
+        self.leave()
 
     def leave(self) -> None:
         if self.groups is not None:

@@ -5,6 +5,7 @@ before anything has run.
 """
 
 from lightning_gpipe.core.frontends.device_moves import (
+    become,
     choose_devices,
     forget_values,
     move_home,

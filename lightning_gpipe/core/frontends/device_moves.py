@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -157,14 +158,22 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
     """Move one parameter, which stays the same object, and its gradient to ``device``."""
     gradient = parameter.grad
     if is_traceable_wrapper_subclass(parameter):  # made of tensors, which .data does not replace
-        moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-        moved.__dict__ = {**parameter.__dict__, **moved.__dict__}
-        torch.utils.swap_tensors(parameter, moved)
+        become(parameter, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
         parameter.grad = None if gradient is None else gradient.to(device)
         return
     parameter.data = parameter.data.to(device)
     if gradient is not None:
         gradient.data = gradient.data.to(device)
+
+
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Give a tensor the class and the values of another one; it keeps its attributes and hooks."""
+    other.__dict__ = {**attributes_of(tensor), **other.__dict__}
+    torch.utils.swap_tensors(tensor, other)
+    with DisableTorchFunctionSubclass():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if (hooks := getattr(tensor, name)) is not None:
+                setattr(tensor, name, hooks)  # those that PyTorch runs belong to the other one now
 
 
 @contextmanager
@@ -216,17 +225,15 @@ def forget_values(parameter: Tensor) -> None:
             replacement = nn.Parameter(empty, parameter.requires_grad)
         else:
             replacement = Tensor._make_subclass(kind, empty, parameter.requires_grad)
-        replacement.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, replacement)
+        become(parameter, replacement)
         await_value(parameter, Source.ELSEWHERE)
 
 
 def recall(parameter: Tensor, device: torch.device) -> None:
     """Give a parameter memory on ``device``, whose values another process has and will send."""
     if is_in_another_process(parameter):
-        created = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-        created.__dict__.update(attributes_of(parameter))
-        torch.utils.swap_tensors(parameter, created)
+        created = torch.empty_like(parameter, device=device)
+        become(parameter, nn.Parameter(created, parameter.requires_grad))
 
 
 def place_around(root: nn.Module, inner: Collection[nn.Module], device: torch.device) -> None:
@@ -264,7 +271,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
                 created = torch.empty_like(tensor, device=device)
                 if isinstance(tensor, nn.Parameter):
                     created = nn.Parameter(created, tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, created)
+                become(tensor, created)
     initialise()
     with torch.no_grad():
         for tensor, value in values:

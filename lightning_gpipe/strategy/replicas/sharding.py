@@ -35,7 +35,9 @@ class Sharding:
 
     def __init__(self, processes: Processes) -> None:
         self.shares: Shares | None = None
-        self.kept: set[str] = set()  # names of parameters that this process alone has kept
+        self.kept: set[str] = (
+            set()
+        )  # names in state dicts of parameters that this process alone has kept
         self._processes = processes
         self._optimizers: OptimizerShards | None = None
 
@@ -76,8 +78,9 @@ class Sharding:
         options = stages, pipeline.layout, groups.of_weights, shares, groups.lifeline
         weights = ReplicaWeights(*options, bucket_bytes(self._processes.options.ddp or {}))
         pipeline.divide((x for x in parameters if x.is_meta), weights)
-        named = module.named_parameters(remove_duplicate=False)
-        self.kept = {n for n, x in named if shares.keeps(x) and shares.is_own(x)}
+        named = module.state_dict(keep_vars=True).items()  # where modules may rename them
+        own = {id(x) for x in parameters if shares.keeps(x) and shares.is_own(x)}
+        self.kept = {name for name, x in named if id(x) in own}
 
     def begin(self, around: Collection[nn.Parameter]) -> None:
         across = self._processes.across

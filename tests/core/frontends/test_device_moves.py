@@ -1,9 +1,21 @@
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gpipe.core.frontends.device_moves import choose_devices, on_meta, place, place_around
+from lightning_gpipe.core.frontends.device_moves import (
+    choose_devices,
+    forget_values,
+    on_meta,
+    place,
+    place_around,
+    recall,
+    replaceable,
+)
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -186,3 +198,32 @@ def test_no_gpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_that_do_not_divide_the_stages() -> None:
     with pytest.raises(ValueError, match=r"3 devices. The devices are \['cuda:0', 'cuda:1',"):
         choose_devices(["cuda:0", "cuda:1", "cuda:2"], 4)
+
+
+def lose(module: nn.Linear) -> None:
+    """Make it a module whose values another process has had for a while."""
+    with replaceable(module):
+        for parameter in module.parameters():
+            forget_values(parameter)
+            recall(parameter, CPU)
+    nn.init.ones_(module.weight)
+
+
+@pytest.mark.parametrize("change", [lambda module: place(module, CPU), lose])
+def test_attributes_and_hooks_stay(change: Callable[[nn.Linear], None]) -> None:
+    """Once hooks were gone where a parameter had been on meta, and attributes where it began so."""
+    with META if change is not lose else nullcontext():
+        module: Any = nn.Linear(2, 2)
+    weight = module.weight
+    weight.decays = False
+    seen: list[Tensor] = []
+    weight.register_hook(lambda gradient: 3 * gradient)
+    weight.register_post_accumulate_grad_hook(seen.append)
+
+    change(module)
+    module(torch.ones(1, 2)).sum().backward()
+
+    assert module.weight is weight
+    assert not weight.decays
+    assert weight.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert seen == [weight]
