@@ -46,6 +46,7 @@ class MicroBatchSteps:
         self._pipeline = pipeline
         self._in_wrapper = in_wrapper
         self._metrics = BatchMetrics()
+        self._no_constants = set[str]()  # the names of results
         layers = {layer for stage in pipeline.stages for layer in stage.modules}
         self._changes = StepChanges(module, layers)
         self._stepping = MicroBatchStepping(pipeline.only, schedule)
@@ -90,7 +91,9 @@ class MicroBatchSteps:
         self._changes.warn(len(pieces), outcome)
         with precision.train_step_context():
             logs.write(outcome, self._metrics)
-        return result_of(outcome, [*args, *kwargs.values()])
+        module = self._module
+        constants = [*args, *kwargs.values(), module.current_epoch, module.global_step]
+        return result_of(outcome, constants, self._no_constants)
 
     def _verify_first(
         self, step: Callable[[Any], Any], batch: Any, precision: Precision, scale: Tensor

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator, MeanMetric
 from torchmetrics.wrappers import Running
 
@@ -47,7 +47,7 @@ class StepChanges:
             return
         module, optimizers = self._module, self._module.trainer.optimizers
         options = options_of(optimizers)
-        own = [x for x in module.modules() if not isinstance(x, Metric)]
+        own = [x for x in module.modules() if not isinstance(x, Metric | MetricCollection)]
         around = [each for each in own if each not in self._layers]
         paths = {each: path for path, each in module.named_modules(prefix="self")}
         watched = Changes(around, buffers_of=around, parameters_of=own, compared=True)
@@ -95,35 +95,51 @@ class StepChanges:
 def _noting_metrics(module: nn.Module, changed: set[str], means: set[str]) -> Iterator[Write]:
     """Yield changes by which metrics add their names.
 
-    Sums, means and extremes of single values do, which are those of micro-batches, and those whose
-    value is computed in between. A running mean has a window of so many values.
+    Sums, means and extremes of single values do, which are those of micro-batches, those with a
+    window of so many updates, and those whose value is computed in between.
     """
-    running = {x for each in module.modules() if isinstance(each, Running) for x in each.modules()}
-
-    def noting(name: str, names: set[str], update: Callable[..., None]) -> Callable[..., None]:
-        def noted(value: Any, *weight: Any, **named: Any) -> None:
-            if not (weight or named or (isinstance(value, Tensor) and value.dim())):
-                names.add(name)
-            update(value, *weight, **named)
-
-        return noted
-
-    def noting_value(path: str, metric: Metric) -> Callable[[], Any]:
-        compute: Callable[[], Any] = metric.compute
-
-        def noted() -> Any:
-            if metric._should_unsync:  # not by its forward, for the value of a micro-batch
-                changed.add(f"the value of {path}.compute()")
-            return compute()
-
-        return noted
-
+    within = {x.base_metric for x in module.modules() if isinstance(x, Running)}
     for path, each in module.named_modules(prefix="self"):
-        if isinstance(each, BaseAggregator):
-            mean = type(each) is MeanMetric and each not in running
-            yield vars(each), "update", noting(path, means if mean else changed, each.update)
+        if isinstance(each, Running):
+            for name in ("update", "forward"):
+                yield vars(each), name, _noting_call(getattr(each, name), path, changed)
+        elif each in within:
+            continue
+        elif isinstance(each, BaseAggregator):
+            names = means if type(each) is MeanMetric else changed
+            yield vars(each), "update", _noting_single_values(each.update, path, names)
         elif isinstance(each, Metric):
-            yield vars(each), "compute", noting_value(path, each)
+            yield vars(each), "compute", _noting_value(each, path, changed)
+
+
+def _noting_call(call: Callable[..., Any], name: str, names: set[str]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        names.add(name)
+        return call(*args, **kwargs)
+
+    return noted
+
+
+def _noting_single_values(
+    update: Callable[..., None], name: str, names: set[str]
+) -> Callable[..., None]:
+    def noted(value: Any, *weight: Any, **named: Any) -> None:
+        if not (weight or named or (isinstance(value, Tensor) and value.dim())):
+            names.add(name)
+        update(value, *weight, **named)
+
+    return noted
+
+
+def _noting_value(metric: Metric, path: str, names: set[str]) -> Callable[[], Any]:
+    compute: Callable[[], Any] = metric.compute
+
+    def noted() -> Any:
+        if metric._should_unsync:  # not by its forward, for the value of a micro-batch
+            names.add(f"the value of {path}.compute()")
+        return compute()
+
+    return noted
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,9 +15,10 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
-from lightning_gpipe.core.faithful import Journal, LazyManagers, Manager
+from lightning_gpipe.core.data import memory
+from lightning_gpipe.core.faithful import Journal, LazyManagers, Manager, together
 from lightning_gpipe.core.pipeline import Outcome
 from lightning_gpipe.core.run import in_layers, loss_and_weight
 from lightning_gpipe.strategy.step_results import mean_of
@@ -83,18 +84,26 @@ class BatchMetrics:
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Metric, Metric]] = {}  # by the id of the metric: it, its copy
         self._called: Counter[int] = Counter()  # how often, by the same id
-        self._returned: dict[int, tuple[Tensor, int]] = {}  # by address: a value, of which metric
+        # By the address of its memory: a value, and of which metric.
+        self._returned: dict[int | None, tuple[Tensor, int]] = {}
 
     def watched(self, modules: Iterable[nn.Module]) -> Manager:
         self._called.clear()
         self._returned.clear()
+        modules = list(modules)
         metrics = _metrics_among(modules)
+        # A group of metrics whose states are equal after a micro-batch may differ after the batch.
+        ungrouped = Journal().changed(
+            (vars(each), "_enable_compute_groups", False)
+            for each in modules
+            if isinstance(each, MetricCollection) and not each._groups_checked
+        )
 
         def update(*call: Any) -> None:  # no method: a copy of a metric would copy what it is of
             self._update(*call)
 
         hooks = (metric.register_forward_hook(update, with_kwargs=True) for metric in metrics)
-        return LazyManagers(lambda: hooks)
+        return together([ungrouped, LazyManagers(lambda: hooks)])
 
     def finish(self, metric: Any) -> None:
         if id(metric) in self._called:
@@ -103,14 +112,24 @@ class BatchMetrics:
     def value(self, values: Sequence[Any]) -> Any:
         """Return the value of the batch, where calls of one metric returned those of micro-batches.
 
-        None where ``values`` are others, or are not of all calls of the metric.
+        Or a part of it, such as that of a class. None where ``values`` are others, or are not of
+        all calls of the metric.
         """
-        addresses = [x.data_ptr() for x in values if isinstance(x, Tensor)]
-        keys = {self._returned[x][1] if x in self._returned else None for x in addresses}
-        key = keys.pop() if len(keys) == 1 else None
-        if key is None or not len(addresses) == len(values) == self._called[key]:
+        found = [self._returned.get(memory(x)) for x in values]
+        returned = [each for each in found if each is not None]
+        if len(returned) < len(values) or len({key for _, key in returned}) > 1:
             return None
-        return self._copies[key][1].compute()
+        (whole, key), part = returned[0], values[0]
+        if len(values) != self._called[key]:
+            return None
+        value = self._copies[key][1].compute()
+        if part.shape == whole.shape:
+            return value
+        if not isinstance(value, Tensor) or value.shape != whole.shape:
+            return None
+        place = part.storage_offset() - whole.storage_offset()
+        value = value.contiguous()
+        return value.as_strided(part.shape, part.stride(), value.storage_offset() + place)
 
     def _update(self, metric: Metric, args: Any, kwargs: Any, returned: Any) -> None:
         if in_layers():
@@ -124,15 +143,16 @@ class BatchMetrics:
         self._called[key] += 1
         copy.update(*args, **kwargs)
         if isinstance(returned, Tensor):
-            self._returned[returned.data_ptr()] = returned, key
+            self._returned[memory(returned)] = returned, key
 
 
 def _for_steps(metric: Metric) -> Metric:
     """Return a copy of a metric for one step; its state is not copied: it may have a graph."""
-    states = [
+    states: list[Any] = [
         value
         for each in _metrics_among(metric.modules())
-        for value in (each._forward_cache, each._computed, *(vars(each)[s] for s in each._defaults))
+        # A wrapper has the defaults of the metric within.
+        for value in (each._forward_cache, each._computed, *map(vars(each).get, each._defaults))
     ]
     tensors = {id(x): x.detach() for x in states if isinstance(x, Tensor)}
     empty = {id(x): type(x)() for x in states if type(x) in (list, dict)}

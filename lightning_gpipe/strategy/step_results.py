@@ -20,16 +20,22 @@ from lightning_gpipe.core.pipeline import Outcome
 from lightning_gpipe.core.run import LOSS_WEIGHT
 
 
-def result_of(outcome: Outcome, constants: Sequence[Any] = ()) -> Any:
-    """Return the result of a step; ``constants`` are the same for all micro-batches."""
+def result_of(
+    outcome: Outcome, constants: Sequence[Any] = (), others: set[str] | None = None
+) -> Any:
+    """Return the result of a step; ``constants`` are the same for all micro-batches.
+
+    ``others`` gets the names of what was none of them, and is given again with the next step.
+    """
     results = outcome.results
     if outcome.loss is None or not all(isinstance(result, Mapping) for result in results):
         return outcome.loss
     known = {"loss": outcome.loss}
     if LOSS_WEIGHT in results[0]:
         known[LOSS_WEIGHT] = sum(result[LOSS_WEIGHT] for result in results)
-    others = [key for key in dict.fromkeys(chain(*results)) if key not in known]
-    return known | _Joining(outcome, constants).entries("", results, others)
+    rest = [key for key in dict.fromkeys(chain(*results)) if key not in known]
+    joining = _Joining(outcome, constants, set() if others is None else others)
+    return known | joining.entries("", results, rest)
 
 
 def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -41,9 +47,9 @@ def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 class _Joining:
-    def __init__(self, outcome: Outcome, constants: Sequence[Any]) -> None:
+    def __init__(self, outcome: Outcome, constants: Sequence[Any], others: set[str]) -> None:
         self._rows, self._weights = list(outcome.rows or ()), outcome.weights
-        self._constants, self._merge = constants, outcome.merge
+        self._constants, self._others, self._merge = constants, others, outcome.merge
 
     def entries(
         self, name: str, values: Sequence[Mapping[Any, Any]], keys: Iterable[Any]
@@ -74,9 +80,14 @@ class _Joining:
     def _are_counts(self, name: str, values: Sequence[Any]) -> bool:
         """Return True if integers are to be added: all but those that are the same everywhere."""
         first = values[0]
-        if isinstance(first, Tensor) or values == self._rows or any(x != first for x in values):
+        if isinstance(first, Tensor) or any(x != first for x in values):
             return True
-        if len(values) > 1 and first not in self._constants:
+        constant = first in self._constants
+        if not constant:
+            self._others.add(name)
+        if values == self._rows:  # which a number of the batch is, too, in one of them
+            return name in self._others
+        if len(values) > 1 and not constant:
             rank_zero_warn(
                 "a count that training_step returns must be a tensor: got an integer, the same for "
                 f"all micro-batches, in {name}, which is taken as the same for the batch. Write "

@@ -24,6 +24,7 @@ from torchmetrics import SumMetric
 from lightning_gpipe import GPipeStrategy
 from tests.lightning.test_processes import checkpoint
 from tests.support.lightning_modules import Classifier, rows, six_layers, trainer
+from tests.support.models import assert_same
 from tests.support.ranks import Pool, new_ranks
 from tests.support.trainers import trainer_over
 
@@ -262,6 +263,43 @@ def fit_summing(root: Path, schedule: str) -> dict[str, Any]:
     made = trainer_over(root, "single", [2, 4], strategy, (4, 1), max_epochs=1)
     made.fit(model, datamodule=Halves(2))
     return {"seen": model.seen, "epoch": float(made.callback_metrics["own_epoch"])}
+
+
+class Looping(Classifier):
+    """Loops over its layers in its own forward, which DDP calls the step through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.layers)  # type: ignore[assignment]
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        output: Tensor = self.head(x)
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def fit_looping(root: Path, verify: Any) -> tuple[int, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = Looping()
+    strategy = {"replicas": 2, "module": "layers", "verify": verify}
+    made = trainer_over(root, "single", [2, 4], strategy, (4, 1), max_epochs=1)
+    made.fit(model, datamodule=Halves(2))
+    return model.steps, {**model.state_dict(), "metrics": dict(made.callback_metrics)}
+
+
+@pytest.mark.parametrize("verify", [True, "sample"])
+def test_verification_runs_no_step(tmp_path: Path, two_ranks: Pool, verify: Any) -> None:
+    """Once the first step ran twice, as the forward that DDP calls is the step, or it failed."""
+    found, expected = (two_ranks.run(fit_looping, tmp_path, each) for each in (verify, False))
+
+    assert [steps for steps, _ in found] == [steps for steps, _ in expected]
+    assert_same([state for _, state in found], [state for _, state in expected])
 
 
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])

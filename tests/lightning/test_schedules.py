@@ -4,6 +4,7 @@ Here are also the tests of ``strategy/micro_batch_steps`` and ``strategy/step_lo
 """
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import (
     CatMetric,
     CosineSimilarity,
@@ -26,11 +27,13 @@ from torchmetrics import (
     SumMetric,
 )
 from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import ClasswiseWrapper, Running
 
 from lightning_gpipe import GPipeStrategy, Rows
 from lightning_gpipe.core.planner import Plan
 from tests.support.faults import OwnError
 from tests.support.lightning_modules import (
+    CLASSES,
     Classifier,
     Data,
     assert_same_weights,
@@ -40,6 +43,7 @@ from tests.support.lightning_modules import (
     trainer,
     weights,
 )
+from tests.support.models import assert_same
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -669,8 +673,61 @@ def test_running_mean_of_losses(tmp_path: Path) -> None:
     """Its window would be of micro-batches."""
     loader = DataLoader(rows(8, seed=1), batch_size=8)
 
-    with pytest.warns(UserWarning, match=r"has changed self\.recent\.base_metric\."):
+    with pytest.warns(UserWarning, match=r"has changed self\.recent\."):
         trainer(tmp_path, max_epochs=1, **piped()).fit(Recent(), loader, loader)
+
+
+class Windowed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = Running(MulticlassAccuracy(CLASSES), window=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        self.recent(y, batch[1])
+        return F.cross_entropy(y, batch[1])
+
+
+def test_window_of_any_metric(tmp_path: Path) -> None:
+    """It was warned of for sums and means only."""
+    with pytest.warns(UserWarning, match=r"has changed self\.recent\."):
+        trainer(tmp_path, max_epochs=1, **piped()).fit(Windowed(), Data())
+
+
+class Measured(Classifier):
+    """Logs metrics of which two are equal in the first micro-batch, and of single classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind = partial(MulticlassAccuracy, CLASSES)
+        self.pair = MetricCollection({"all": kind(), "without": kind(ignore_index=0)})
+        self.classes = ClasswiseWrapper(kind(average=None))
+        self.one = kind(average=None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(batch[0])
+        self.pair.update(y, batch[1])
+        self.log_dict(self.pair, on_step=False, on_epoch=True)
+        self.log_dict(self.classes(y, batch[1]), on_step=False, on_epoch=True)
+        of_classes = self.one(y, batch[1])
+        self.log("first", of_classes[0], on_step=False, on_epoch=True)
+        self.log("second", of_classes[1], on_step=False, on_epoch=True)
+        return F.cross_entropy(y, batch[1])
+
+
+def test_groups_of_metrics_and_values_of_classes(tmp_path: Path) -> None:
+    """Metrics of one group stay in it, so those of a micro-batch had the values of one another."""
+    x = rows(8, seed=1)[:][0]
+    targets = torch.tensor([1, 2, 0, 0, 1, 2, 1, 0])  # in micro-batches of two
+    loader = DataLoader(TensorDataset(x, targets), batch_size=8)
+    made = trainer(tmp_path, max_epochs=2), trainer(tmp_path, max_epochs=2, **piped())
+    for each in made:
+        torch.manual_seed(0)
+        each.fit(Measured(), loader, loader)
+
+    plain, gpipe = (dict(each.callback_metrics) for each in made)
+    assert plain["all"] != plain["without"]
+    assert_same(gpipe, plain)
 
 
 class Scheduled(Embedded):

@@ -91,6 +91,19 @@ def test_integer_that_may_be_a_count() -> None:
         assert joined(lambda _: 5, WEIGHTS) == 5
 
 
+def test_number_of_the_batch_that_is_as_large_as_a_micro_batch() -> None:
+    """Once ``batch_idx`` came back as the sum of itself, in one batch of an epoch."""
+    others = set[str]()
+    found = []
+    for batch_idx in range(4):
+        results = [{"loss": torch.zeros(()), "idx": batch_idx, "rows": 2} for _ in range(3)]
+        outcome = Outcome(torch.zeros(()), results, (2, 2, 2), [1.0] * 3, list)
+        result = result_of(outcome, [batch_idx], others)
+        found.append((result["idx"], result["rows"]))
+
+    assert found == [(0, 6), (1, 6), (2, 6), (3, 6)]
+
+
 def split_and_joined(microbatching: MicroBatching, batch: Any, function: Any) -> Any:
     """The joined results of a step that returns what ``function`` does of a micro-batch."""
     pieces = microbatching.split(batch, 3)

@@ -369,6 +369,11 @@ class Engine:
         self._observers = other._observers
         self.synchronise(other._gathers)
 
+    @property
+    def synchronises(self) -> bool:
+        """True if batch norms normalise by the rows of all replicas."""
+        return bool(self._gathers)
+
     def synchronise(self, gathers: Sequence[Gather]) -> None:
         """Let batch norms normalise by the rows of all replicas, with a gather for each worker."""
         self._gathers = gathers

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -246,6 +247,7 @@ class FirstBatchVerifier:
             owner: owner.register_forward_pre_hook(self._before_call, with_kwargs=True)
             for owner in dict.fromkeys(frontend.owner for frontend in frontends)
         }
+        self._forwards = {owner: vars(owner).get("forward") for owner in self._handles}
         for piped in modules:
             if piped.frontend.takes_batch or not sample:
                 piped.check = self._before_run
@@ -262,13 +264,18 @@ class FirstBatchVerifier:
         return isolated(self._around.modules(), [piped.pipeline for piped in self._modules])
 
     def _before_call(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
+        forward = vars(owner).get("forward")
+        if isinstance(forward, FunctionType) and forward is not self._forwards[owner]:
+            return  # no call: within DDP, Lightning runs training_step in place of the forward
         of_owner = [piped for piped in self._modules if piped.frontend.owner is owner]
         new = [piped for piped in of_owner if piped not in self._done]
+        if any(piped.pipeline.engine.synchronises for piped in new):
+            return  # its own forward cannot normalise by the rows of all replicas
         if not new or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
             return
         self._done.update(new)
-        forward = partial(_forward_of, owner)  # installed or not, whichever it is by then
-        call = WholeCall(owner, new, forward, args, kwargs)
+        run = partial(_forward_of, owner)  # installed or not, whichever it is by then
+        call = WholeCall(owner, new, run, args, kwargs)
         with self._isolated():
             parity = verify_sample(call) if self._sample else verify_call(call)
         if parity is not None:

@@ -74,7 +74,7 @@ class DeferredStatistics:
             norm
             for norm in norms
             if norm.training
-            and (norm.running_mean is not None or (gather and isinstance(norm, _BatchNorm)))
+            and (_has_updates(norm) or (gather and isinstance(norm, _BatchNorm)))
             and (_is_plain(norm) or _deferred_by(norm) is not None)
         ]
         return cls(running, gather) if running else None
@@ -104,7 +104,7 @@ class DeferredStatistics:
             outer = self._outer[norm]
             if outer is not None:
                 outer.moments += merged
-            elif merged and norm.running_mean is not None:
+            elif merged and _has_updates(norm):
                 buffers, values = zip(*_updates(norm, merged), strict=True)
                 old += buffers
                 new += values
@@ -150,10 +150,19 @@ def over_replicas(norms: Iterable[_BatchNorm], gather: Gather) -> Manager:
 
 def _forward_over_replicas(norm: _BatchNorm, gather: Gather, x: Tensor) -> Tensor:
     y, moments = replicated_norm(norm, x, gather)
-    if norm.running_mean is not None:
+    if _has_updates(norm):
         for buffer, value in _updates(norm, [moments]):
             buffer.copy_(value)
     return y
+
+
+def _has_updates(norm: Norm) -> bool:
+    """Return True if the norm, in training, updates running statistics.
+
+    A batch norm may have some and not track them, as in Lightning's ``BaseFinetuning.freeze``.
+    """
+    tracks = norm.track_running_stats or isinstance(norm, _InstanceNorm)
+    return tracks and norm.running_mean is not None
 
 
 def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -123,6 +123,14 @@ def test_nothing_to_defer(module: Norm) -> None:
     assert DeferredStatistics.of([module]) is None
 
 
+def test_statistics_that_are_there_and_not_tracked() -> None:
+    """Lightning's callbacks freeze batch norms so; once their statistics moved."""
+    module = nn.BatchNorm1d(3)
+    module.track_running_stats = False
+
+    assert DeferredStatistics.of([module]) is None
+
+
 def test_module_is_as_it_was_afterwards() -> None:
     bn = nn.BatchNorm1d(3)
     keys = list(bn.state_dict())
