@@ -66,8 +66,7 @@ class Averages:
                 f"{type(self._callbacks[0]).__name__} copies the model before it is on its "
                 "devices, so the layers must have memory by then: got a model on the meta device. "
                 "Build it without Trainer.init_module(empty_init=True). If an earlier fit or "
-                "validation has left layers to other processes, fit a new model, or from a "
-                "checkpoint: ckpt_path='last'."
+                "validation has left layers to other processes, fit a new model."
             )
         self._to_move = [callback for callback in self._callbacks if callback._device is None]
         for callback in self._to_move:
