@@ -80,6 +80,15 @@ def char() -> tuple[Any, Any]:
     return CharLM(**SIZES["demo"]).layers, torch.randint(50, (32, 128))
 
 
+def wide() -> tuple[Any, Any]:
+    """Few operators with 67 million parameters, so that each pass over these counts."""
+    import torch
+    from torch import nn
+
+    blocks = [(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)) for _ in range(8)]
+    return nn.Sequential(*(nn.Sequential(*block) for block in blocks)), torch.randn(256, 1024)
+
+
 def gpt2() -> tuple[Any, Any]:
     """GPT-2 small of transformers, 124 million parameters."""
     import torch
@@ -106,7 +115,7 @@ def resnet50() -> tuple[Any, Any]:
     return resnet50(), torch.randn(16, 3, 64, 64)
 
 
-MODELS = {"char": char, "gpt2": gpt2, "llama": llama_1b, "resnet50": resnet50}
+MODELS = {"char": char, "wide": wide, "gpt2": gpt2, "llama": llama_1b, "resnet50": resnet50}
 PATHS = {"gpt2": "model.transformer.h", "llama": "layers"}  # of what is piped
 
 

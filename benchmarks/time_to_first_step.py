@@ -7,11 +7,12 @@ longer. Each fit is a process of its own, in turns; operators use one core, and 
 counts, from the start of the process but without building the model.
 
     python -m benchmarks.time_to_first_step
-    python -m benchmarks.time_to_first_step --models char,llama,gpt2,resnet50
+    python -m benchmarks.time_to_first_step --models char,wide,llama,gpt2,resnet50
 
-``char`` is the model of ``make demo``, in two stages. ``llama`` has 1.5 billion parameters on the
-meta device and is planned for four devices, with a forward and a backward of plain PyTorch on the
-meta device in the place of the steps. GPT-2 small needs transformers, ResNet-50 torchvision.
+``char`` is the model of ``make demo``, in two stages; ``wide`` has many parameters in few layers.
+``llama`` has 1.5 billion on the meta device and is planned for four devices, with a forward and a
+backward of plain PyTorch on the meta device in the place of the steps. GPT-2 small needs
+transformers, ResNet-50 torchvision.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ STEP = "first step"
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    given = options(
-        "time_to_first_step", __doc__, rounds=2, argv=argv, models="char,llama", ways="time,plan"
-    )
+    defaults = {"models": "char,wide,llama", "ways": "time,plan"}
+    given = options("time_to_first_step", __doc__, rounds=2, argv=argv, **defaults)
     report = Report(
         given, "Processor time up to the end of the first step", ("", "s, median", "x allowed")
     )
