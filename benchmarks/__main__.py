@@ -94,7 +94,7 @@ KINDS = {
             Run("schedules", 120),
             Run("saved_bytes", 60),
             Run("stress", 60),
-            Run("time_to_first_step", 150),
+            Run("time_to_first_step", 210),
         ],
         seconds=30 * 60 - 10,
     ),

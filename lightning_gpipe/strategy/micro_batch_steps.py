@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -63,6 +63,12 @@ class MicroBatchSteps:
                 "automatic_optimization=False, with which training_step itself calls backward. "
                 "Write schedule='fill_drain'."
             )
+        if isinstance(batch, Iterator):
+            raise RuntimeError(
+                f"schedule={self._schedule!r} cuts a batch into micro-batches: got an iterator, as "
+                "training_step(dataloader_iter) takes. Take the batch, or write "
+                "schedule='fill_drain'."
+            )
 
         pieces: list[Any] = []
 
@@ -91,7 +97,6 @@ class MicroBatchSteps:
         self._changes.warn(len(pieces), outcome)
         with precision.train_step_context():
             logs.write(outcome, self._metrics)
-        module = self._module
         constants = [*args, *kwargs.values(), module.current_epoch, module.global_step]
         return result_of(outcome, constants, self._no_constants)
 

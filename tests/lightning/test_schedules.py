@@ -366,6 +366,22 @@ def test_manual_optimization(tmp_path: Path) -> None:
         trainer(tmp_path, **piped()).fit(model, Data())
 
 
+class Fetching(Classifier):
+    """Takes its batches by itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+def test_step_that_fetches_its_batches_is_refused(tmp_path: Path) -> None:
+    """The message was that the batch has no tensor."""
+    with pytest.raises(RuntimeError, match=r"got an iterator, as training_step\(dataloader_iter\)"):
+        trainer(tmp_path, **piped()).fit(Fetching(), Data())
+
+
 @pytest.mark.parametrize(
     "options, schedules",
     [
