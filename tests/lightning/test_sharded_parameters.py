@@ -519,6 +519,47 @@ def test_replica_with_fewer_batches(tmp_path: Path) -> None:
     assert any("the gradients of all replicas" in error for error in errors), errors
 
 
+class OldName(nn.Module):
+    """Keeps its parameter under another name in a state dict, as layers that were renamed do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}gain"] = destination.pop(f"{prefix}scale")
+
+
+class Renaming(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        for k in range(1, 6):
+            self.layers[k] = nn.Sequential(self.layers[k], OldName())
+
+
+def names_saved(root: Path) -> dict[str, bool]:
+    """The names of the parameters in a checkpoint, and whether each has been trained."""
+    made = trainer_over(
+        root, "single", [2, 4], {"replicas": 2, "sharding": "parameters"}, (4, 1), max_epochs=1
+    )
+    made.fit(Renaming(), datamodule=Halves(2))
+    made.save_checkpoint(root / "end.ckpt")
+    state = torch.load(root / "end.ckpt", weights_only=False)["state_dict"]
+    return {name: bool((value != 1).any()) for name, value in state.items()}
+
+
+def test_names_that_modules_give_in_their_state(tmp_path: Path, two_ranks: Pool) -> None:
+    """Once the values were looked for by the names of the parameters: none had them."""
+    found = two_ranks.run(names_saved, tmp_path)[0]
+
+    assert {f"layers.{k}.1.gain" for k in range(1, 6)} <= found.keys()
+    assert all(found.values())
+
+
 # A step that one replica alone runs in another way: others would wait for its weights.
 
 
