@@ -85,7 +85,7 @@ class BatchMetrics:
         self._copies: dict[int, tuple[Metric, Metric]] = {}  # by the id of the metric: it, its copy
         self._called: Counter[int] = Counter()  # how often, by the same id
         # By the address of its memory: a value, and of which metric.
-        self._returned: dict[int | None, tuple[Tensor, int]] = {}
+        self._returned: dict[int, tuple[Tensor, int]] = {}
 
     def watched(self, modules: Iterable[nn.Module]) -> Manager:
         self._called.clear()
@@ -115,7 +115,8 @@ class BatchMetrics:
         Or a part of it, such as that of a class. None where ``values`` are others, or are not of
         all calls of the metric.
         """
-        found = [self._returned.get(memory(x)) for x in values]
+        addresses = map(memory, values)
+        found = [None if x is None else self._returned.get(x) for x in addresses]
         returned = [each for each in found if each is not None]
         if len(returned) < len(values) or len({key for _, key in returned}) > 1:
             return None
@@ -142,8 +143,8 @@ class BatchMetrics:
             copy.reset()
         self._called[key] += 1
         copy.update(*args, **kwargs)
-        if isinstance(returned, Tensor):
-            self._returned[memory(returned)] = returned, key
+        if isinstance(returned, Tensor) and (address := memory(returned)) is not None:
+            self._returned[address] = returned, key
 
 
 def _for_steps(metric: Metric) -> Metric:

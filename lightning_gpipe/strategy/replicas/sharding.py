@@ -35,9 +35,7 @@ class Sharding:
 
     def __init__(self, processes: Processes) -> None:
         self.shares: Shares | None = None
-        self.kept: set[str] = (
-            set()
-        )  # names in state dicts of parameters that this process alone has kept
+        self.kept: set[str] = set()  # names in a state dict, of what this process alone has
         self._processes = processes
         self._optimizers: OptimizerShards | None = None
 
