@@ -34,6 +34,7 @@ from lightning_gpipe.core.run import (
     Threads,
     ThreadsOrInline,
     UserStep,
+    watch_outputs,
 )
 from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
@@ -171,8 +172,8 @@ class Pipeline:
         batch = as_batch(values)
         code = self.engine.code
         if code is not None and code.is_current():
-            output = self._called(code, program, batch)
-            return [self._merged(column, batch) for column in _columns(program, [output])]
+            outputs = [self._called(code, program, batch)]
+            return self._returned(_columns(program, outputs), batch, outputs)
         with self.engine.telling():
             outputs, division = self._run(program, batch, chunks or self.chunks)
             columns = _columns(program, outputs)
@@ -182,7 +183,7 @@ class Pipeline:
                     once_or_per_row(column, partial(program.title_of, number), sizes)
                     for number, column in zip(program.outputs, columns, strict=True)
                 ]
-            return [self._merged(column, batch) for column in columns]
+            return self._returned(columns, batch, outputs)
 
     def close(self) -> None:
         self.engine.close()
@@ -229,8 +230,13 @@ class Pipeline:
         self._hand_out(terms, receiver)
         return output
 
-    def _merged(self, outputs: Sequence[Any], batch: Any) -> Any:
-        return self._sent_back(self.microbatching.merge(outputs, batch))
+    def _returned(
+        self, columns: Iterable[Sequence[Any]], batch: Any, outputs: Sequence[FlatTree]
+    ) -> list[Any]:
+        merge = self.microbatching.merge
+        values = [self._sent_back(merge(column, batch)) for column in columns]
+        watch_outputs(values, outputs[0])
+        return values
 
     def _sent_back(self, output: Any) -> Any:
         layout = self.engine.layout

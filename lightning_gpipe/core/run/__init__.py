@@ -10,6 +10,7 @@ from lightning_gpipe.core.run.divided_weights import DividedWeights
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.gradient_home import GradientHome, GradientTransfer, own_parameters
 from lightning_gpipe.core.run.guards.lost_gradients import refuse_second_backward
+from lightning_gpipe.core.run.guards.output_uses import watch_outputs
 from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
 from lightning_gpipe.core.run.micro_batch_losses.coroutine import greenlets
 from lightning_gpipe.core.run.micro_batch_losses.losses import LOSS_WEIGHT, Losses, loss_and_weight
