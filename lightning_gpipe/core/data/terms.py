@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,7 +192,7 @@ def loss_in_pieces(loss: Callable[..., Tensor], *tensors: Tensor, rows: int) -> 
 
     Raises:
         ValueError: If the tensors have no rows or different numbers of them, ``rows`` is not
-            positive, or the loss of a piece is not one number.
+            positive, or the loss of a piece is not one number, or is computed as a mean.
     """
     counts = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
     if len(counts) != 1 or counts == {0}:
@@ -212,6 +212,20 @@ def loss_in_pieces(loss: Callable[..., Tensor], *tensors: Tensor, rows: int) -> 
                 "the loss of a piece must be one number, the sum over its rows: got "
                 f"{f'shape {got}' if isinstance(got, tuple) else got}. Write reduction='sum'."
             )
+        if len(tensors[0]) > rows and _has_mean(value.grad_fn):
+            raise ValueError(
+                "the loss of a piece must be a sum over its rows: got a mean. Write "
+                "reduction='sum', and divide what loss_in_pieces returns by the number of all rows."
+            )
         total = value if total is None else total + value
     assert total is not None, "there are rows"
     return total
+
+
+def _has_mean(node: Any) -> bool:
+    """Return whether the value of a node is a mean, or a sum with one in it."""
+    kind = "" if node is None else node.name()
+    if kind.startswith("AddBackward"):
+        return any(_has_mean(source) for source, _ in node.next_functions)
+    # As PyTorch's operators know a reduction, 1 is the mean.
+    return kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1

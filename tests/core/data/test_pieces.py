@@ -117,3 +117,24 @@ def test_refused(tensors: list[Tensor], rows: int, message: str) -> None:
 def test_loss_that_is_no_tensor() -> None:
     with pytest.raises(ValueError, match="got float"):
         loss_in_pieces(lambda x: 1.0, torch.zeros(3), rows=2)  # type: ignore[arg-type,return-value]  # the error
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [F.cross_entropy, lambda x, y: (x.sum(1) - y).abs().mean(), lambda x, y: x.sum() + x.mean()],
+)
+def test_mean_is_refused_in_more_than_one_piece(mean: Any) -> None:
+    hidden, targets = torch.randn(6, 4).requires_grad_(), torch.zeros(6, dtype=torch.long)
+
+    with pytest.raises(ValueError, match="must be a sum over its rows: got a mean"):
+        loss_in_pieces(mean, hidden, targets, rows=4)
+
+    assert loss_in_pieces(mean, hidden, targets, rows=6) == mean(hidden, targets)
+
+
+def test_mean_that_is_weighted_with_the_rows_of_a_piece() -> None:
+    hidden, targets = torch.randn(6, 4).requires_grad_(), torch.randn(6, 4)
+
+    found = loss_in_pieces(lambda x, y: len(x) * F.mse_loss(x, y), hidden, targets, rows=4)
+
+    torch.testing.assert_close(found, 6 * F.mse_loss(hidden, targets))
