@@ -62,7 +62,7 @@ class Metered(Classifier):
 
 class Penalised(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        loss_term("size", x.square().mean())
+        loss_term("size", x.square().mean(), reduction="mean")
         return super().forward(x)
 
 

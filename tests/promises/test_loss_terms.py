@@ -472,3 +472,50 @@ def test_what_a_layer_keeps_for_its_user_to_look_at_is_no_term(pipe: Pipe) -> No
         pipeline.zero_grad()
         a_loss(pipeline(rows(7))).backward()
         assert kept_by(pipeline, 2).item() > 0
+
+
+def added_mean(linear: nn.Linear, y: Tensor) -> None:
+    loss_term("activity", y.square().mean())
+
+
+def added_weights(linear: nn.Linear, y: Tensor) -> None:
+    loss_term("decay", linear.weight.square().sum())
+
+
+def by_fill_drain(pipeline: GPipe) -> None:
+    run(pipeline)
+
+
+def by_micro_batch(pipeline: GPipe) -> None:
+    def step(x: Tensor) -> Tensor:
+        with collect_loss_terms() as terms:
+            output = pipeline(x)
+        return output.square().mean() + all_terms(terms)
+
+    outcome = pipeline.by_micro_batch(step, rows(7))
+    assert outcome.loss is not None
+    outcome.loss.backward()
+
+
+@every_mode
+@pytest.mark.parametrize("go", [by_fill_drain, by_micro_batch])
+def test_mean_that_would_be_added_up(pipe: Pipe, go: Callable[[GPipe], None]) -> None:
+    with pytest.raises(ValueError, match="must be a sum: got a mean for 'activity'"):
+        go(pipe(model(added_mean), chunks=3))
+
+    go(pipe(model(added_mean), chunks=1))
+
+
+@every_mode
+@pytest.mark.parametrize("go", [by_fill_drain, by_micro_batch])
+def test_sum_over_weights(pipe: Pipe, go: Callable[[GPipe], None]) -> None:
+    """It is added up as often as there are micro-batches."""
+    pipeline = pipe(model(added_weights), chunks=3)
+
+    with pytest.warns(UserWarning, match="'decay' is the same for all micro-batches"):
+        go(pipeline)
+
+
+@pytest.mark.parametrize("go", [by_fill_drain, by_micro_batch])
+def test_sums_of_zero(pipe: Pipe, go: Callable[[GPipe], None]) -> None:
+    go(pipe(model(lambda linear, y: loss_term("none", 0 * y.sum())), chunks=3))

@@ -68,5 +68,8 @@ from lightning_gpipe.core.data.terms import (
     loss_term,
     receiving,
     reduced,
+    refuse_means,
     term_receiver,
+    trained_sums,
+    warn_of_equal_sums,
 )

@@ -12,6 +12,7 @@ largest activations by far, and a sum over tokens needs few of them at the same 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -140,6 +141,34 @@ def reduced(
         else:
             weights = _weights(terms, division)
             yield first._replace(value=_mean(values, weights), weight=sum(weights))
+
+
+def refuse_means(terms: Iterable[Term], i: int) -> None:
+    """Raise if a term of micro-batch ``i``, beside which there are others, is a mean to add up."""
+    for term in terms if i else ():
+        if term.reduction == "sum" and _has_mean(term.value.grad_fn):
+            raise ValueError(
+                f"a loss term that is added up over micro-batches must be a sum: got a mean for "
+                f"{term.name!r}. Write loss_term({term.name!r}, value, reduction='mean')."
+            )
+
+
+def trained_sums(terms: Iterable[Term]) -> list[Term]:
+    """Return those of the terms that are added up and require a gradient, without their graph."""
+    sums = (term for term in terms if term.reduction == "sum" and term.value.requires_grad)
+    return [term._replace(value=term.value.detach()) for term in sums]
+
+
+def warn_of_equal_sums(microbatches: Sequence[Sequence[Term]]) -> None:
+    """Warn of sums that are the same for all micro-batches, as a function of weights is."""
+    for terms in zip(*microbatches, strict=False):
+        values = {float(term.value) for term in terms}
+        if len(terms) > 1 == len(values) and values != {0.0}:
+            warnings.warn(
+                f"the loss term {terms[0].name!r} is the same for all micro-batches, and added up "
+                "over them. If it is a function of weights alone, write reduction='mean'.",
+                stacklevel=2,
+            )
 
 
 def _weights(terms: Sequence[Term], division: Callable[[], Division | None]) -> list[float]:

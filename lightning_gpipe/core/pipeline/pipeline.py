@@ -19,8 +19,10 @@ from lightning_gpipe.core.data import (
     map_tensors,
     reduced,
     term_receiver,
+    trained_sums,
     tree_flatten,
     tree_unflatten,
+    warn_of_equal_sums,
 )
 from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
 from lightning_gpipe.core.layout import META, Layout, check_order
@@ -90,6 +92,7 @@ class Pipeline:
         self.engine = self._engine(layout, workers, connection, number)
         self.activation_checkpointing = settings.activation_checkpointing
         self.patches = Journal()
+        self._looks = 2  # at loss terms, the second for what is zero in the first
 
     def _engine(
         self, layout: Layout, workers: Workers, connection: Connection | None, number: int
@@ -211,6 +214,9 @@ class Pipeline:
         flat, terms = self.engine.run(
             microbatches, self._schedule(m), program, division, terms=receiver is not None
         )
+        if terms and self._looks:
+            self._looks -= 1
+            warn_of_equal_sums(list(map(trained_sums, terms)))
         self._hand_out(reduced(terms, division), receiver)
         return flat, division
 

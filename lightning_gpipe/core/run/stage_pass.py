@@ -25,6 +25,7 @@ from lightning_gpipe.core.data import (
     join,
     parted,
     receiving,
+    refuse_means,
     requires_grad,
     tree_flatten,
     tree_unflatten,
@@ -377,6 +378,7 @@ class StagePass:
             warn_of_attributes(stage, outputs.leaves)
             self.editors = guard.editors
         if work.terms:
+            refuse_means(terms, i)
             leaving.append(tree_flatten(terms))
         if leaving:
             for route, (leaves, _) in zip(work.skips_leaving, leaving, strict=False):

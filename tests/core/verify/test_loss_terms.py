@@ -44,7 +44,7 @@ def test_loss_terms_agree(pipe: Pipe) -> None:
     [
         lambda: Penalised(lambda y: y.mean() ** 2),
         lambda: Penalised(torch.sum),
-        lambda: Penalised(torch.mean, reduction="sum"),
+        lambda: Penalised(lambda y: y.sum() / len(y), reduction="sum"),
     ],
     ids=["no mean", "a sum", "a mean"],
 )

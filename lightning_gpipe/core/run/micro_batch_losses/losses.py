@@ -16,6 +16,7 @@ node must be a CPU node], whose backward hands them over.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import Term, shard_of
+from lightning_gpipe.core.data import Term, shard_of, trained_sums, warn_of_equal_sums
 from lightning_gpipe.core.faithful import Streams
 from lightning_gpipe.core.run.autograd_node import BackwardOnce, connect
 from lightning_gpipe.core.run.backward.sums import Pair
@@ -78,6 +79,7 @@ class Losses:
         self._read = read
         self._targets: list[list[Tensor]] = []  # the weight of those of each loss over them
         self._sums: str | None = None  # the name of a loss term that is a sum
+        self._trained_sums: dict[int, list[Term]] = defaultdict(list)
         self._requires_grad = False
 
     def add(self, i: int, result: Any) -> tuple[Tensor, Tensor] | None:
@@ -130,6 +132,8 @@ class Losses:
         if term.reduction == "mean":
             return term
         self._sums = term.name
+        if term.value.device.type in self._read:
+            self._trained_sums[i] += trained_sums([term])
         return term._replace(value=term.value * (sum(self._rows or ()) / self._rows_of(i)))
 
     @property
@@ -154,6 +158,7 @@ class Losses:
             )
         if len(self._targets) == self._m:
             check_target_weights(self._targets, [self._weights[i] for i in self._losses])
+        warn_of_equal_sums(list(self._trained_sums.values()))
         first = self._losses[0]
         value = _beside(first, 0.0)
         for i, weight in self._weights.items():
