@@ -97,6 +97,17 @@ class Scale(nn.Module):
         return x * self.scale
 
 
+class Added(nn.Module):
+    """Adds two parameters as views, whose gradients may be one and that of the input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.column = nn.Parameter(torch.ones(1, W)), nn.Parameter(torch.ones(W, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.row[0] + self.column.view(-1)
+
+
 class Counter(nn.Module):
     """Computes with the number of its forwards, a buffer that it edits or replaces."""
 
@@ -265,6 +276,7 @@ ROWWISE: Runs = {
     "linear": lambda: [nn.Linear(W, W)],
     "tanh": lambda: [nn.Tanh()],
     "scale": lambda: [Scale()],
+    "parameters added": lambda: [Added()],
     "norm": lambda: [nn.LayerNorm(W, EPS)],
     "unchanged": lambda: [nn.Identity()],
     "view": lambda: [Call(lambda x: x.view_as(x))],

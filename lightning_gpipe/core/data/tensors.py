@@ -10,7 +10,9 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from lightning_gpipe.core.data.dtensors import shard_of
 from lightning_gpipe.core.data.marks import copy_marks
 
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
@@ -32,6 +34,8 @@ def memory(value: object) -> int | None:
     """Return the address of a tensor's storage, or None if it has no storage to share."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
         return None
+    if isinstance(value, DTensor):
+        value = shard_of(value)
     # storage.data_ptr() is the same address, but takes ten times as long: it makes an object.
     address = value.data_ptr()
     return address - int(value.storage_offset()) * value.element_size() if address else None

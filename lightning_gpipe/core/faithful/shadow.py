@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import checksum
+from lightning_gpipe.core.data import checksum, memory
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.parameter_leaves import (
@@ -56,6 +56,7 @@ class Shadows:
 
     Attributes:
         hosted: The tensors whose values come later, each with that of its hollow shadow.
+        without_gradient: The shadows that may get one, and had none yet.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Shadows:
         if by_caller is not None:
             self._hide(modules, by_caller)
         self.parameters = [p for p, _ in self._of.values() if p.requires_grad]
+        self.without_gradient = [new for p, new in self._of.values() if p.requires_grad]
         if grad and recomputed:
             frozen = {id(p): p for _, _, p in self._frozen}
             self._watched = [*(p for p, _ in self._of.values()), *frozen.values()]
@@ -198,6 +200,24 @@ class Shadows:
         for slots, name, parameter in self._frozen:
             if name in slots and (parameter.requires_grad or slots[name] is not parameter):
                 yield slots, name, leaf_like(parameter, requires_grad=False)
+
+    def own_gradients(self, others: Iterable[Any]) -> None:
+        """Copy the first gradients that share memory, with one another or with others.
+
+        Autograd takes over the first gradient of a leaf, which may be a view of that of another
+        leaf or of what entered the backward, and adds the next to it in place.
+        """
+        addresses, without = set(map(memory, others)), []
+        for shadow in self.without_gradient:
+            gradient = shadow.grad
+            if gradient is None:
+                without.append(shadow)
+                continue
+            address = memory(gradient)
+            if address is not None and address in addresses:
+                shadow.grad = gradient.clone()
+            addresses.add(address)
+        self.without_gradient = without
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the sums of the parameters' gradients; the shadows no longer hold them."""

@@ -12,7 +12,7 @@ import contextvars
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from types import CodeType, FrameType
 from typing import Any
 
@@ -207,7 +207,11 @@ class StagePass:
                 self._backward.run(i, leaves, roots, gradients.leaves)
         if activations.former:
             self.lost_gradients.check_inputs(activations.former)
-        return FlatTree(gradients_in(leaves), activations.inputs.spec)
+        computed = gradients_in(leaves)
+        if self.shadows.without_gradient:
+            entered = self._backward.entered(i)
+            self.shadows.own_gradients([*gradients.leaves, *computed, *entered])
+        return FlatTree(computed, activations.inputs.spec)
 
     @property
     def at_once(self) -> bool:
@@ -233,12 +237,14 @@ class StagePass:
                     roots += activations.roots or ()
                     values += given.leaves
         self._backward.run(indices[0], (), roots, values)
-        return [
+        computed = [
             FlatTree([])
             if each is None
             else FlatTree(gradients_in(each.inputs.leaves), each.inputs.spec)
             for each in passed
         ]
+        self.shadows.own_gradients([*values, *chain.from_iterable(x.leaves for x in computed)])
+        return computed
 
     def leave(self, i: int) -> None:
         """Let the tensors held for micro-batch ``i`` wait on the host for its backward."""
@@ -255,8 +261,12 @@ class StagePass:
     def weights(self, i: int) -> None:
         """Compute the gradients of the parameters that backward of micro-batch ``i`` has left."""
         drawing = self.randomness.drawing_in_backward(i)
+        shadows = self.shadows
+        entered = self._backward.entered(i) if shadows.without_gradient else []
         with self._with_copies(drawing) if self._copies else drawing:
             self._backward.run_weights(i)
+        if shadows.without_gradient:
+            shadows.own_gradients(entered)
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
         """Return the tensors held for :meth:`weights`, parameters and bases of views included."""

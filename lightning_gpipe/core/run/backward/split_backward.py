@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -70,6 +71,12 @@ class SplitBackward:
             for name in names:
                 for saved in saved_tensors(graph.nodes[k], name):
                     _free(saved)
+
+    @property
+    def entered(self) -> list[Tensor]:
+        """The gradients with which W will begin."""
+        entered = chain((gradient for _, gradient in self._starts), *self._entered.values())
+        return [gradient for gradient in entered if gradient is not None]
 
     def kept(self) -> Iterator[Tensor]:
         """Yield the gradients that entered the operators of W, and the operators' saved tensors."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_gpipe.core.data import memory
 from lightning_gpipe.core.faithful import Behavior
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import (
@@ -87,11 +88,15 @@ class StageBackward:
         self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
     ) -> None:
         leaves = leaves_behind(roots)
+        addresses = set(map(memory, gradients))  # of what the sums, in place, must leave alone
         for leaf, gradient in zip(leaves, gradients_of(leaves, roots, gradients), strict=True):
             if gradient is None:
                 continue
             if self._used_leaves.captured(leaf):
-                add_gradient(self._gradients, leaf, gradient)
+                address = memory(gradient)
+                own = gradient.clone() if address in addresses else gradient
+                addresses.add(address)
+                add_gradient(self._gradients, leaf, own)
             else:  # by autograd, which lets the thread of no other stage come between
                 run_backward([root_of(leaf)], [gradient])
 
@@ -103,6 +108,10 @@ class StageBackward:
         except RuntimeError as error:
             refuse_second_backward(error)
             raise
+
+    def entered(self, i: int) -> list[Tensor]:
+        """Return the gradients with which W of micro-batch ``i`` will begin."""
+        return self._pending[i].entered if i in self._pending else []
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
         return list(self._pending[i].kept()) if i in self._pending else []
