@@ -119,6 +119,19 @@ class Averages(nn.Module):
         return x + 0
 
 
+class Loaded(Classifier):
+    """Its last layer returns values that are not per row, beside those that are."""
+
+    def __init__(self, value: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers[5].register_forward_hook(lambda self, args, output: (output, value(output)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, value = self.layers(x)
+        result: Tensor = self.head(output + value.mean())
+        return result
+
+
 class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
@@ -398,3 +411,21 @@ def test_known_reason_is_no_difference(tmp_path: Path) -> None:
         block.register_forward_hook(lambda self, args, output: self.norm(output))
 
     trainer(tmp_path, **looped(), max_steps=1).fit(model, Data())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda x: x.mean(0), lambda x: x.mean(0, keepdim=True)],
+    ids=["a vector", "a row"],
+)
+def test_output_whose_rows_are_not_in_the_first_dim(
+    tmp_path: Path, value: Callable[[Tensor], Tensor]
+) -> None:
+    """Those of the micro-batches were concatenated along it, silently."""
+    with pytest.raises(RuntimeError, match=r"output\[1\] of layer 5 .* of shape .* instead of"):
+        trainer(tmp_path, limit_val_batches=0, **plainly()).fit(Loaded(value), Data())
+
+
+def test_number_for_each_micro_batch_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="one without dims that has a gradient"):
+        trainer(tmp_path, limit_val_batches=0, **plainly()).fit(Loaded(torch.mean), Data())

@@ -74,3 +74,37 @@ def test_what_a_layer_writes_on_its_parameter_stays(pipe: Pipe) -> None:
 
     assert first.attributes["seen"]
     assert last.attributes["seen"]
+
+
+class Fused(nn.Module):
+    """Computes the gradient of its weight in another dtype than the weight's."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x * weight.double()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            return gradients[0] * weight.double(), (gradients[0] * x).sum(0)
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.weight: Any = nn.Parameter(torch.ones(W, dtype=torch.float16))
+        self.weight.grad_dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Fused.Scale.apply(x, self.weight)
+        return result
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch 2.10 has it")
+@pytest.mark.parametrize("dtype", [torch.float64, None])
+def test_dtype_of_the_gradient(pipe: Pipe, dtype: torch.dtype | None) -> None:
+    """Once it was the parameter's, in which large ones are infinite."""
+    plain, same = (nn.Sequential(Fused(dtype), nn.Tanh(), Fused(dtype)) for _ in range(2))
+    pipeline = pipe(same, copy=False)
+
+    assert_same_steps(pipeline, plain, [1e6 * rows(7)])

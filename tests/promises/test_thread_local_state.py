@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import ActivationCheckpointing
-from tests.support.models import Runs, assert_same, gradients, perceptron, rows
+from tests.support.models import Call, Runs, assert_same, gradients, perceptron, rows
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 
 
@@ -276,3 +276,12 @@ def test_default_dtype_in_forward_only(pipe: Pipe) -> None:
         loss.backward()
 
     assert_same(gradients(pipeline), gradients(plain))
+
+
+def test_output_of_another_dtype_than_that_of_autocast(pipe: Pipe) -> None:
+    """Once autocast refused to concatenate it."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+    pipeline = pipe(nn.Sequential(*layers, Call(Tensor.half)), [2, 1])
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert pipeline(rows(7)).dtype == torch.float16

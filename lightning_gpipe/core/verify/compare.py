@@ -53,6 +53,11 @@ class Deviation(NamedTuple):
     relative: float
     mismatch: str = ""
 
+    @property
+    def of_a_number(self) -> bool:
+        """True if the plain value has no dims, and the other one has some."""
+        return self.mismatch.endswith(" of shape ()")
+
     def __str__(self) -> str:
         if self.mismatch:
             return f"is {self.mismatch}"

@@ -175,7 +175,7 @@ def verify_run_sample(piped: PipedModule, program: Program, values: Sequence[Any
         parity = verify_program(VerifiedProgram(pipeline, program, piped.module, thin=True), few)
         difference = parity.difference
         # Outputs without dims are stacked, which a warning tells.
-        if parity.surely_faulty and difference is not None and not difference.deviation.mismatch:
+        if parity.surely_faulty and difference and not difference.deviation.of_a_number:
             return parity
     return None
 

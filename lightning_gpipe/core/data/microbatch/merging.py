@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 
 from lightning_gpipe.core.data.marks import is_whole
 from lightning_gpipe.core.data.microbatch.row_values import (
@@ -134,7 +135,11 @@ def concatenated(k: int, tensors: Sequence[Tensor], dim: int) -> Tensor:
             "outputs with a row per sample must be dense, so that they can be concatenated: got "
             f"one of layout {x.layout}{grad} for leaf {k}. {cure}."
         )
-    return torch.cat(list(tensors), dim)
+    kind = tensors[0].device.type
+    if not (is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # most often
+        return torch.cat(list(tensors), dim)
+    with torch.autocast(kind, enabled=False):  # it would cast, or refuse, some dtypes
+        return torch.cat(list(tensors), dim)
 
 
 def _same(value: Any, other: Any) -> bool:
