@@ -33,6 +33,7 @@ class StepChanges:
         self._module = module
         self._layers = layers
         self._batches = _BATCHES
+        self._latest = 0  # how many micro-batches there were
         self._found: set[str] = set()  # by the latest step
         self._told: set[str] = set()
         self._means: set[str] = set()  # the names of means that may be those of batches
@@ -42,8 +43,9 @@ class StepChanges:
     def noted(self, batch: Any, pieces: Sequence[Any]) -> Iterator[None]:
         """Note what the steps in a ``with`` block change, which run for ``pieces`` of a batch."""
         self._found = set()
-        if not self._batches:
+        if not self._batches or self._latest == 1:  # whose changes are those of the batch
             yield
+            self._latest = len(pieces)
             return
         module, optimizers = self._module, self._module.trainer.optimizers
         options = options_of(optimizers)
@@ -56,7 +58,8 @@ class StepChanges:
         slots = watched.slots
         if self._batches == _BATCHES:
             slots -= watched.made
-        self._batches -= len(pieces) > 1
+        self._latest = len(pieces)
+        self._batches -= self._latest > 1
         own_of_lightning = {(module, name) for name in _LIGHTNING}
         self._found |= {f"{paths[x]}.{name}" for x, name in slots - own_of_lightning}
         self._found |= {

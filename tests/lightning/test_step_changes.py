@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.core.faithful import Changes
 from tests.support.lightning_modules import Classifier, Data, assert_same_weights, trainer
 
 
@@ -196,3 +197,20 @@ def test_step_that_freezes_a_layer(verify: Any, tmp_path: Path) -> None:
         each.fit(Freezing(), Data())
 
     assert_same_weights(*made)
+
+
+def test_batches_of_one_micro_batch_are_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once all parameters were looked at in every step, until two batches had several."""
+    looks = []
+
+    def changes(*args: Any, **options: Any) -> Changes:
+        looks.append(args)
+        return Changes(*args, **options)
+
+    monkeypatch.setattr("lightning_gpipe.strategy.step_changes.Changes", changes)
+    strategy = GPipeStrategy([3, 3], 1, schedule="1f1b")
+    trainer(tmp_path, strategy=strategy, devices=2).fit(Classifier(), Data())
+
+    assert len(looks) == 1
