@@ -50,6 +50,28 @@ def test_precision_inside_the_stages(
     torch.testing.assert_close(weights(pipelined), weights(plain), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
+def test_running_statistics_in_float16(tmp_path: Path, schedule: Any) -> None:
+    """Once the variance was NaN if the squares of a mini-batch added up to more than 65504."""
+
+    class Sequences(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.unsqueeze(2).expand(-1, -1, 30_000))
+
+    def build() -> Sequences:
+        pool = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten())
+        return Sequences(layers=nn.Sequential(nn.BatchNorm1d(6), pool, nn.Linear(6, WIDTH)))
+
+    run = partial(fitted, tmp_path, build=build, precision="16-true", max_epochs=1)
+
+    plain = run()
+    pipelined = run(GPipeStrategy([2, 2], 3, schedule=schedule), devices=2)
+
+    for name in ("layers.0.running_mean", "layers.0.running_var"):
+        expected = plain.lightning_module.get_buffer(name)
+        torch.testing.assert_close(pipelined.lightning_module.get_buffer(name), expected)
+
+
 def test_autocast_of_the_step_itself(tmp_path: Path) -> None:
     # Autocast that the user enters in training_step, not the Trainer's.
     class Casting(Classifier):

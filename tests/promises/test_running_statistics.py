@@ -3,6 +3,8 @@
 They are updated once per mini-batch, for any micro-batches, and not again on recomputation.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -120,6 +122,21 @@ def test_running_variance_of_few_large_values(pipe: Pipe) -> None:
 
     variance = pipeline.get_buffer("0.running_var").double()
     torch.testing.assert_close(variance, x.double().var(0), rtol=1e-4, atol=0)
+
+
+@every_mode
+@pytest.mark.parametrize("dtype, length", [(torch.float16, 6000), (torch.bfloat16, 1)], ids=str)
+def test_running_statistics_in_half_precision(pipe: Pipe, dtype: torch.dtype, length: int) -> None:
+    """Once each micro-batch rounded them, and in float16 a sum of squares over 65504 overflowed."""
+    plain = nn.Sequential(nn.BatchNorm1d(W, momentum=1.0), nn.Flatten())
+    x = (100 + rows(16, W * length).view(16, W, length)).to(dtype)
+    pipeline = pipe(deepcopy(plain).to(dtype), chunks=8)
+
+    pipeline(x)
+    plain(x.float())
+
+    buffers = dict(plain.to(dtype).named_buffers())
+    torch.testing.assert_close(dict(pipeline.named_buffers()), buffers)
 
 
 @every_mode

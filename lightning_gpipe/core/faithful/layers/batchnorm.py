@@ -29,6 +29,7 @@ from lightning_gpipe.core.faithful.layers.replicated_norm import (
     Moments,
     merge_moments,
     replicated_norm,
+    wide,
 )
 from lightning_gpipe.core.faithful.managers import Manager
 
@@ -128,10 +129,14 @@ class _RecordingForward:
             return y
         norm._check_input_dim(x)
         assert norm.running_mean is not None and norm.running_var is not None
-        mean, variance = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+        # At least in single precision, as PyTorch's kernels: sums in half lose digits or overflow.
+        dtype = wide(norm.running_mean.dtype)
+        mean = torch.zeros_like(norm.running_mean, dtype=dtype)
+        variance = torch.zeros_like(norm.running_var, dtype=dtype)
+        weight, bias = (p if p is None else p.to(dtype) for p in (norm.weight, norm.bias))
         by_batch = isinstance(norm, _BatchNorm)
         function = F.batch_norm if by_batch else F.instance_norm
-        y = function(x, mean, variance, norm.weight, norm.bias, True, 1.0, norm.eps)
+        y = function(x, mean, variance, weight, bias, True, 1.0, norm.eps)
         number = x.numel() / x.size(1) if by_batch else x.size(0)
         self.moments.append(Moments(number, mean, variance))
         return y
@@ -167,7 +172,8 @@ def _has_updates(norm: Norm) -> bool:
 
 def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:
     assert norm.running_mean is not None and norm.running_var is not None
-    mean, variance = norm.running_mean, norm.running_var
+    dtype = wide(norm.running_mean.dtype)
+    mean, variance = norm.running_mean.to(dtype), norm.running_var.to(dtype)
     counted = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None
     number = counted
     for moments in calls:
@@ -178,8 +184,8 @@ def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Ten
                 factor = 1.0 / float(number)
         mean = mean.lerp(moments.mean, factor or 0.0)
         variance = variance.lerp(moments.variance, factor or 0.0)
-    yield norm.running_mean, mean
-    yield norm.running_var, variance
+    yield norm.running_mean, mean.to(norm.running_mean.dtype)
+    yield norm.running_var, variance.to(norm.running_var.dtype)
     if counted is not None and number is not None:
         yield counted, number
 

@@ -50,9 +50,9 @@ def replicated_norm(norm: _BatchNorm, x: Tensor, gather: Gather) -> tuple[Tensor
     """Normalise the rows of this replica; return them, and the moments of those of all."""
     norm._check_input_dim(x)
     with torch.no_grad():
-        wide = _wide(x.detach())
+        values = _wide(x.detach())
         number = x.numel() / x.size(1)
-        variance, mean = torch.var_mean(wide, _dims(x), correction=0)
+        variance, mean = torch.var_mean(values, _dims(x), correction=0)
         unbiased = variance * (number / max(number - 1, 1))
         own = torch.cat([mean, unbiased, mean.new_tensor([number])])
         parts = (part.tensor_split([len(mean), 2 * len(mean)]) for part in gather(own))
@@ -111,8 +111,12 @@ def _normalised(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a tensor in a precision in which many values can be added."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(wide(x.dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return a precision in which many values can be added: single, or a higher one."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _dims(x: Tensor) -> list[int]:

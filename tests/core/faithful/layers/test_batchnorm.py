@@ -72,6 +72,38 @@ def test_statistics_equal_those_of_the_whole_mini_batch(
         torch.testing.assert_close(deferred.get_buffer(name), buffer)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("made", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("affine", [True, False])
+def test_statistics_in_half_precision(made: type[Norm], affine: bool, dtype: torch.dtype) -> None:
+    """Once each micro-batch rounded them; in float16 a sum of squares overflowed."""
+    plain, deferred = (made(3, affine=affine, track_running_stats=True) for _ in range(2))
+    x = torch.randn(32, 3, 600, generator=torch.Generator().manual_seed(2))
+    x = (torch.tensor([[1.0], [2.0], [3.0]]) * x + 100).to(dtype)
+
+    plain(x.float())
+    run(deferred.to(dtype), x, [2] * 16)
+
+    for name, buffer in plain.to(dtype).named_buffers():
+        torch.testing.assert_close(deferred.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_in_half_precision(dtype: torch.dtype) -> None:
+    plain, deferred = nn.BatchNorm1d(3).to(dtype), nn.BatchNorm1d(3).to(dtype)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(2)).to(dtype)
+    statistics = DeferredStatistics.of([deferred])
+    assert statistics is not None
+
+    plain(x).square().sum().backward()
+    with statistics.collecting(Journal(), record=True):
+        deferred(x).square().sum().backward()
+
+    for ours, theirs in zip(deferred.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and ours.grad.dtype == dtype
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=5e-2, atol=5e-2)
+
+
 def test_micro_batches_are_normalised_by_themselves() -> None:
     bn, x = nn.BatchNorm1d(3), torch.randn(4, 3)
     expected = nn.BatchNorm1d(3)(x)

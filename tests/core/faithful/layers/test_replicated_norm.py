@@ -148,6 +148,19 @@ def test_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(norm.weight.grad, plain.weight.grad, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("way", [deferred, at_once], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_statistics_in_half_precision(dtype: torch.dtype, way: Callable[..., Tensor]) -> None:
+    """Once an error of ``lerp``: moments are in single precision, and such statistics are not."""
+    plain, norm = nn.BatchNorm1d(3).to(dtype), nn.BatchNorm1d(3).to(dtype)
+    x = rows((3,), dtype).detach()
+
+    y = way(norm, lambda tensor: [tensor], x)
+
+    torch.testing.assert_close(y, plain(x), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(dict(norm.named_buffers()), dict(plain.named_buffers()))
+
+
 def test_evaluation_waits_for_nobody() -> None:
     norm = made("rows").eval()
     expected = norm(rows((3,)))
