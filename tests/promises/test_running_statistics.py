@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import assert_same, rows, step
+from lightning_gpipe.core.pipeline import GPipe
+from tests.support.models import assert_same, assert_same_step, rows, step
 from tests.support.pipes import M, Pipe, every_mode, with_and_without_threads
 
 W = 3
@@ -52,6 +53,37 @@ def test_running_statistics_of_instance_norms(pipe: Pipe, momentum: float | None
         module(batch)
 
     assert_same(dict(pipeline.named_buffers()), dict(module.named_buffers()))
+
+
+@with_and_without_threads
+@pytest.mark.parametrize("deferred", [True, False])
+def test_evaluation_without_running_statistics(pipe: Pipe, deferred: bool) -> None:
+    """Once each micro-batch was normalised by itself, where the plain module takes all rows."""
+    norm = nn.BatchNorm1d(W, track_running_stats=False)
+    module = nn.Sequential(nn.Linear(W, W), nn.Sequential(norm, nn.Tanh()), nn.Linear(W, W))
+    pipeline = pipe(module.double(), deferred_batch_norm=deferred)
+
+    assert_same_step(pipeline.eval(), module.eval(), rows(7))
+    with torch.no_grad():
+        assert_same(pipeline(rows(7)), module(rows(7)))
+    assert micro_batches(pipeline) == 1
+
+    pipeline.train()(rows(7))
+    assert micro_batches(pipeline) == M
+
+
+def test_evaluation_with_running_statistics(pipe: Pipe) -> None:
+    norms = nn.BatchNorm1d(W), nn.InstanceNorm1d(W)
+    pipeline = pipe(nn.Sequential(*norms).double()).eval()
+
+    pipeline(rows(7, 5 * W).view(7, W, 5))
+
+    assert micro_batches(pipeline) == M
+
+
+def micro_batches(pipeline: GPipe) -> int:
+    assert pipeline.timeline is not None
+    return pipeline.timeline.schedule.m
 
 
 class Around(nn.Module):

@@ -24,7 +24,7 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
     warn_of_equal_sums,
 )
-from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
+from lightning_gpipe.core.faithful import Journal, needs_all_rows, refuse_unsupported_modes
 from lightning_gpipe.core.layout import META, Layout, check_order
 from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
@@ -201,7 +201,7 @@ class Pipeline:
         self, program: Program, batch: Any, chunks: int
     ) -> tuple[list[FlatTree], Callable[[], Division | None]]:
         refuse_unsupported_modes()
-        pieces = self.microbatching.split(batch, chunks)
+        pieces = self.microbatching.split(batch, 1 if self._evaluates_whole else chunks)
         microbatches = list(map(_flatten(program), pieces))
         m = len(microbatches)
         if m == 0:
@@ -219,6 +219,14 @@ class Pipeline:
             warn_of_equal_sums(list(map(trained_sums, terms)))
         self._hand_out(reduced(terms, division), receiver)
         return flat, division
+
+    @property
+    def _evaluates_whole(self) -> bool:
+        """True in evaluation, if the results of layers depend on all rows of the mini-batch."""
+        partitions = self.layout.partitions
+        if any(layer.training for each in partitions for layer in each.layers):
+            return False
+        return any(needs_all_rows(each.modules) for each in partitions)
 
     def _hand_out(self, terms: Iterable[Term], receiver: Receiver | None) -> None:
         if receiver is None:
