@@ -48,7 +48,7 @@ from lightning_gpipe.core.data.pytree import (
     tree_flatten,
     tree_unflatten,
 )
-from lightning_gpipe.core.data.tensor_search import requires_grad
+from lightning_gpipe.core.data.tensor_search import attributes, requires_grad, slot_names
 from lightning_gpipe.core.data.tensors import (
     bytes_of,
     copy_values,

@@ -18,11 +18,18 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, type | ModuleType | FunctionType | nn.Module):
         return
     yield from getattr(value, "__dict__", {}).items()
-    for cls in type(value).__mro__:
+    for name in slot_names(type(value)):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+
+
+def slot_names(kind: type) -> Iterator[str]:
+    """Yield the names in the ``__slots__`` of a class and its bases."""
+    for cls in kind.__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name) and not name.startswith("__"):
-                yield name, getattr(value, name)
+            if not name.startswith("__"):
+                yield name
 
 
 def holds_tensor(value: Any, depth: int = 4, kind: type = Tensor) -> bool:

@@ -49,7 +49,13 @@ from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 from lightning_gpipe.core.faithful.state.behavior import Behavior, record, version_of
 from lightning_gpipe.core.faithful.state.buffers import BufferState
 from lightning_gpipe.core.faithful.state.changes import Changes
-from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
+from lightning_gpipe.core.faithful.state.contents import (
+    Contents,
+    SavedArray,
+    SavedContainer,
+    saved_within,
+    set_elements,
+)
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
 from lightning_gpipe.core.faithful.thread.context import (

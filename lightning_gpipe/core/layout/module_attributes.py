@@ -10,7 +10,7 @@ import math
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -19,6 +19,9 @@ from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_gpipe.core.data import attributes, slot_names
 
 Slot = tuple[nn.Module, str]  # of a parameter, buffer or attribute: the module, and its name there
 
@@ -36,6 +39,7 @@ _LIBRARIES = (
     "logging",
     "numpy",
     "omegaconf",
+    "pathlib",
     "random",
     "torch",
 )
@@ -49,10 +53,10 @@ class Holder(NamedTuple):
 
     module: nn.Module
     prefix: str  # of the attributes' names: "meter." for an object, empty for a module
-    slots: dict[str, Any]  # all attributes, including those of nn.Module itself
+    slots: MutableMapping[str, Any]  # all attributes, including those of nn.Module itself
 
     @property
-    def held(self) -> dict[str, Any]:
+    def held(self) -> Mapping[str, Any]:
         """The attributes that a class or a user set, by name."""
         if self.prefix:
             return self.slots
@@ -65,28 +69,61 @@ class Holder(NamedTuple):
         return self.module, self.prefix + name
 
 
-def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
+class _Attributes(MutableMapping[str, Any]):
+    """The attributes of an object with ``__slots__``, as those of others are in its dict."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        return dict(attributes(self._owner))[name]
+
+    @override
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)  # also of a frozen dataclass
+
+    @override
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._owner, name)
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(attributes(self._owner)))
+
+    @override
+    def __len__(self) -> int:
+        return len(dict(attributes(self._owner)))
+
+
+def holders(modules: Iterable[nn.Module], *, deep: bool = False) -> Iterator[Holder]:
     """Yield each module, and each object of a user's class in an attribute of one.
 
-    Also those in its containers, but for large ones, in which there may be a data set.
+    Also those in its containers, but for large ones, in which there may be a data set. ``deep``:
+    also the objects in these objects, and objects with ``__slots__``.
     """
     seen: set[int] = set()
     for module in modules:
-        holder = Holder(module, "", vars(module))
-        yield holder
-        for name, value in holder.held.items():
-            for number, each in enumerate(user_objects(value)):
-                if id(each) not in seen:
-                    seen.add(id(each))
-                    prefix = f"{name}." if each is value else f"{name}[{number}]."
-                    yield Holder(module, prefix, vars(each))
+        found = [Holder(module, "", vars(module))]
+        for holder in found:  # which grows
+            yield holder
+            if holder.prefix and not deep:
+                continue
+            for name, value in holder.held.items():
+                for number, each in enumerate(user_objects(value, slotted=deep)):
+                    if id(each) not in seen:
+                        seen.add(id(each))
+                        path = name if each is value else f"{name}[{number}]"
+                        slots = _Attributes(each) if _is_slotted(each) else vars(each)
+                        found.append(Holder(module, f"{holder.prefix}{path}.", slots))
 
 
-def user_objects(value: Any) -> list[Any]:
+def user_objects(value: Any, *, slotted: bool = False) -> list[Any]:
     """Return the objects of users' classes that an attribute with this value holds."""
     if type(value) in _ATOMS:
         return []
-    return [each for each in within(value, largest=_LARGE) if is_user_object(each)]
+    pieces = within(value, largest=_LARGE)
+    return [each for each in pieces if is_user_object(each, slotted=slotted)]
 
 
 def parameter_holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
@@ -179,10 +216,18 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, (torch.Generator, random.Random, *others))
 
 
-def is_user_object(value: Any) -> bool:
-    """Return whether ``value`` is an object of a user's class, with attributes."""
+def is_user_object(value: Any, *, slotted: bool = False) -> bool:
+    """Return whether ``value`` is an object of a user's class, with a dict of attributes.
+
+    ``slotted``: or with ``__slots__``.
+    """
     if type(value).__module__.partition(".")[0] in _LIBRARIES or type(value) in _ATOMS:
         return False
     if isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, *CONTAINERS)):
         return False
-    return isinstance(getattr(value, "__dict__", None), dict)
+    has_dict = isinstance(getattr(value, "__dict__", None), dict)
+    return has_dict or (slotted and _is_slotted(value))
+
+
+def _is_slotted(value: Any) -> bool:
+    return any(True for _ in slot_names(type(value)))

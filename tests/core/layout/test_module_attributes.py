@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -45,6 +46,14 @@ class Counted(nn.Module):
         self.meter = meter
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenPair:
+    """An object that may not be written to."""
+
+    one: int
+    other: int
+
+
 class WithSlots:
     """An object without a dict of attributes."""
 
@@ -66,6 +75,40 @@ def test_object_that_modules_share_is_listed_with_the_first() -> None:
     found = [(holder.module, holder.prefix) for holder in holders([one, other])]
 
     assert found == [(one, ""), (one, "meter."), (other, "")]
+
+
+class Slotted:
+    """An object of a user's class with slots; the second one has no value."""
+
+    __slots__ = ("inner", "missing")
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def test_objects_in_objects_and_with_slots() -> None:
+    meter = Meter()
+    module = Counted(meter)
+    meter.seen = [Slotted(Meter())]  # type: ignore[list-item]
+
+    *_, slotted, inner = holders([module], deep=True)
+
+    assert [holder.prefix for holder in holders([module])] == ["", "meter."]
+    assert slotted.prefix == "meter.seen[0]."
+    assert inner.prefix == "meter.seen[0].inner."
+    assert dict(slotted.slots) == {"inner": meter.seen[0].inner}  # type: ignore[attr-defined]
+
+
+def test_slots_are_written_and_emptied() -> None:
+    module = Counted(Meter())
+    module.meter = frozen = FrozenPair(1, 2)  # type: ignore[assignment]
+    *_, holder = holders([module], deep=True)
+
+    holder.slots["one"] = 3
+    del holder.slots["other"]
+
+    assert frozen.one == 3
+    assert (len(holder.slots), dict(holder.slots)) == (1, {"one": 3})
 
 
 def test_parameters_with_attributes() -> None:

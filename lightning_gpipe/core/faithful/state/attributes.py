@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful.journal import ABSENT, Journal, Write, value_in
+from lightning_gpipe.core.faithful.journal import ABSENT, Journal, Slots, Write, value_in
 from lightning_gpipe.core.faithful.managers import Bracket, Manager
 from lightning_gpipe.core.faithful.state.contents import Contents, Left, has_contents, left_in
 from lightning_gpipe.core.layout import (
@@ -40,9 +40,9 @@ class Owners:
         of_modules = list(holders(modules))
         self.holders = [*of_modules, *parameter_holders(modules)]
         self.names: list[tuple[str, ...]] = []
-        self.containing: dict[Slot, tuple[dict[str, Any], str]] = {}  # attributes with contents
+        self.containing: dict[Slot, tuple[Slots, str]] = {}  # attributes with contents
         self._getters: list[itemgetter[Any]] = []
-        self._read: list[dict[str, Any]] = []  # the slots that each of them reads
+        self._read: list[Slots] = []  # the slots that each of them reads
         self._attributes: list[Slot] = []  # all, in the order of the getters
         self._former: list[Any] = []
         self._slots = [holder.slots for holder in self.holders]

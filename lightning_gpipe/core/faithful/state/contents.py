@@ -67,8 +67,11 @@ class SavedContainer(NamedTuple):
         keys = not isinstance(self.copy, dict) or all(map(is_, self.container, self.copy))
         return not (keys and all(map(is_, contents(self.container), contents(self.copy))))
 
+    def restore(self) -> None:
+        set_elements(self.container, self.copy)
 
-class _SavedArray(NamedTuple):
+
+class SavedArray(NamedTuple):
     """A NumPy array and its former numbers."""
 
     array: Any
@@ -78,6 +81,18 @@ class _SavedArray(NamedTuple):
     def moved(self) -> bool:
         return bool(self.array.tobytes() != self.copy.tobytes())  # a NaN is equal to itself
 
+    def restore(self) -> None:
+        self.array[...] = self.copy
+
+
+def saved_within(value: Any) -> Iterator[SavedContainer | SavedArray]:
+    """Yield copies of the containers and arrays in a value, but not in large containers."""
+    for piece in within(value, largest=_LARGE):
+        if isinstance(piece, CONTAINERS):
+            yield SavedContainer.of(piece)
+        elif _is_array(piece):
+            yield SavedArray(piece, piece.copy())
+
 
 class Contents:
     """The contents of one object before a run; large ones and tensors are saved if ``copied``."""
@@ -86,7 +101,7 @@ class Contents:
         self._root = root
         self._containers: list[SavedContainer] = []
         self._tensors: list[_SavedTensor] = []
-        self._arrays: list[_SavedArray] = []
+        self._arrays: list[SavedArray] = []
         for piece in within(root, largest=math.inf if copied else _VERY_LARGE):
             if isinstance(piece, CONTAINERS):
                 saved = SavedContainer.of(piece, copied=copied or len(piece) <= _LARGE)
@@ -95,10 +110,10 @@ class Contents:
                 value = piece.detach().clone() if copied else None
                 self._tensors.append(_SavedTensor(piece, version_of(piece), value))
             elif _is_array(piece) and (copied or piece.size <= _LARGE):
-                self._arrays.append(_SavedArray(piece, piece.copy()))
+                self._arrays.append(SavedArray(piece, piece.copy()))
 
     def moved(self, *, compared: bool) -> bool:
-        objects: list[SavedContainer | _SavedArray] = [*self._containers, *self._arrays]
+        objects: list[SavedContainer | SavedArray] = [*self._containers, *self._arrays]
         if any(each.moved for each in objects):
             return True
         return any(each.moved(compared=compared) for each in self._tensors)

@@ -20,7 +20,6 @@ from lightning_gpipe.core.frontends.traced.watching import (
     AUTOWRAPPED,
     Modes,
     Reads,
-    attribute_reads,
     check_settings,
     function_modes,
     settings,
@@ -77,7 +76,7 @@ class Tracer(fx.Tracer):
 
     def record(self) -> fx.Graph:
         """Return the graph, whose output is a list of the values that the forward returns."""
-        with watch(self, self._module), attribute_reads(self.attributes):
+        with watch(self, self._module, self.attributes):
             self._function_modes = function_modes()
             return self.trace(self._module)
 

@@ -24,6 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
+from lightning_gpipe.core.data import tensors_of
 from lightning_gpipe.core.faithful import Autocast, ForeignGenerator, RandomState, has_proxy
 from lightning_gpipe.core.frontends.lines import is_users
 from lightning_gpipe.core.layout import holders, is_generator, within
@@ -118,14 +119,15 @@ _FACTORIES = _functions(
 )
 _RANDOM = _functions("rand randn randint randperm normal")
 AUTOWRAPPED = (*_FACTORIES, *_RANDOM)
+_OUTLINE = frozenset({"__get__", "size", "dim", "numel"})  # functions that read no values
 
 
 class _FunctionRecorder(TorchFunctionMode):
     """Records the calls of PyTorch's functions that a traced forward makes without any value."""
 
-    def __init__(self, tracer: fx.Tracer) -> None:
+    def __init__(self, tracer: fx.Tracer, reads: Reads) -> None:
         super().__init__()
-        self._tracer = tracer
+        self._tracer, self._reads = tracer, reads
 
     @override
     def __torch_function__(
@@ -144,24 +146,29 @@ class _FunctionRecorder(TorchFunctionMode):
             raise TraceError(_DRAWN)
         if func in _FACTORIES and is_users(sys._getframe(1).f_code.co_filename):
             return self._tracer.create_proxy("call_function", func, args, kwargs)
+        if getattr(func, "__name__", "") not in _OUTLINE:  # its result is a constant
+            own = (x for x in tensors_of((args, kwargs)) if not x.is_inference())
+            self._reads.update({(x, "_version"): x._version for x in own})
         return func(*args, **kwargs)
 
 
 @contextmanager
-def watch(tracer: fx.Tracer, root: nn.Module) -> Iterator[None]:
-    """Record what the tracer does not see itself, in a ``with`` block; refuse random numbers."""
+def watch(tracer: fx.Tracer, root: nn.Module, reads: Reads) -> Iterator[None]:
+    """Record what the tracer does not see itself, in a ``with`` block; refuse random numbers.
+
+    ``reads`` gets the constants that the user's code reads of modules, and of their tensors.
+    """
     # PyTorch lists the functions that make tensors when a default device is first in force, and
     # those that the tracer wraps would be on its list for good.
     with torch.device("cpu"):
         torch.empty(0)
-    with _same_randomness(root), _FunctionRecorder(tracer), _functions_whole(tracer):
+    functions = _FunctionRecorder(tracer, reads)
+    with _same_randomness(root), functions, _functions_whole(tracer), _attribute_reads(reads):
         yield
 
 
 @contextmanager
-def attribute_reads(reads: Reads) -> Iterator[None]:
-    """Add the constants that the user's code reads of modules, in a ``with`` block."""
-
+def _attribute_reads(reads: Reads) -> Iterator[None]:
     def read(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
         if type(value) in _CONSTANTS and is_users(sys._getframe(1).f_code.co_filename):

@@ -6,6 +6,7 @@ Here are also the tests of ``lowering``, ``symbolic`` and ``tracer``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,6 +272,87 @@ def test_attribute_that_changes_between_calls(tracing: Tracing) -> None:
     for model in (plain, piped):
         model.offsets[0] = 7.0
     torch.testing.assert_close(piped(rows()), plain(rows()))
+
+
+class Options:
+    """An object of a user's class."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass(slots=True)
+class SlottedOptions:
+    """An object without a dict of attributes."""
+
+    value: Any
+
+
+HELD: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], None]]] = {
+    "array": (np.ones(1), lambda v: float(v[0]), lambda v: v.put(0, 2.0)),
+    "array in a dict": ({"a": np.ones(1)}, lambda v: v["a"][0], lambda v: v["a"].put(0, 2.0)),
+    "array in an object": (
+        Options(np.ones(1)),
+        lambda v: float(v.value[0]),
+        lambda v: v.value.put(0, 2.0),
+    ),
+    "object with slots": (
+        SlottedOptions(1.0),
+        lambda v: v.value,
+        lambda v: setattr(v, "value", 2.0),
+    ),
+    "object in an object": (
+        Options([SlottedOptions(1.0)]),
+        lambda v: v.value[0].value,
+        lambda v: setattr(v.value[0], "value", 2.0),
+    ),
+    "list in a dict": (
+        {"a": [1.0]},
+        lambda v: v["a"][0],
+        lambda v: v["a"].__setitem__(0, 2.0),
+    ),
+    "key of a dict": (
+        {1.0: None},
+        lambda v: next(iter(v)),
+        lambda v: v.update({2.0: v.pop(1.0)}),
+    ),
+    "tensor": (torch.ones(1), float, lambda v: v.fill_(2.0)),
+    "tensor in a list": ([torch.ones(1)], lambda v: float(v[0]), lambda v: v[0].fill_(2.0)),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_attribute_whose_contents_change_between_calls(tracing: Tracing, name: str) -> None:
+    """Arrays, ``__slots__``, and all but the first level were constants of the first trace."""
+    value, read, change = HELD[name]
+    plain: Any = Model(lambda m, x: m.d(m.c(m.b(m.a(x)))) * read(m.held))
+    plain.held = deepcopy(value)
+    piped: Any = tracing(plain, 4)
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+
+    for model in (plain, piped):
+        change(model.held)
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+
+
+def test_tensor_that_is_edited_between_calls_is_no_other_constant(tracing: Tracing) -> None:
+    """A graph has the tensor itself: it was traced anew after each edit."""
+    traces: list[int] = []
+
+    def added(m: Any, x: Tensor) -> Tensor:
+        traces.append(1)
+        return m.d(m.c(m.b(m.a(x)))) + m.held
+
+    plain: Any = Model(added)
+    plain.held = torch.ones(1, dtype=torch.float64)
+    piped: Any = tracing(plain, 4)
+    piped(rows())
+    traces.clear()
+    for model in (plain, piped):
+        model.held.fill_(2.0)
+
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+    assert len(traces) == 1  # of the plain model
 
 
 def set_rate(model: Any) -> None:

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,13 @@ def rows(count: int = 7) -> Tensor:
     return torch.linspace(-1, 1, count * WIDTH, dtype=torch.float64).view(count, WIDTH).sin()
 
 
+@dataclass(slots=True)
+class Counter:
+    """An object without a dict of attributes."""
+
+    count: int
+
+
 class Model(nn.Module):
     """Two layers, and a function between them that a test gives."""
 
@@ -46,6 +54,8 @@ class Model(nn.Module):
         self.second = nn.Linear(WIDTH, WIDTH)
         self.steps = 0
         self.seen: list[Any] = []
+        self.counter = Counter(0)
+        self.counts = np.zeros(1)
         self.register_buffer("scale", torch.tensor(2.0))
         self.double()
 
@@ -69,6 +79,16 @@ def counts(model: Model, x: Tensor) -> Tensor:
 def remembers(model: Model, x: Tensor) -> Tensor:
     model.seen.append(x)
     return x
+
+
+def counts_in_slots(model: Model, x: Tensor) -> Tensor:
+    model.counter.count += 1
+    return x * model.counter.count
+
+
+def counts_in_an_array(model: Model, x: Tensor) -> Tensor:
+    model.counts[0] += 1
+    return x * int(model.counts[0])
 
 
 def draws(model: Model, x: Tensor) -> Tensor:
@@ -259,6 +279,8 @@ REFUSED = {
     loops: "iterated",
     counts: "it changes Model.steps",
     remembers: "it changes Model.seen",
+    counts_in_slots: r"it changes Model.counter.count",
+    counts_in_an_array: "it changes Model.counts",
     draws: "draws random numbers",
     draws_in_python: "draws random numbers",
     draws_in_numpy: "draws random numbers",
@@ -304,7 +326,16 @@ REFUSED = {
 }
 
 
-NO_LINE = (counts, remembers, draws_in_python, draws_in_numpy, draws_from_a_global, takes_the_next)
+NO_LINE = (
+    counts,
+    remembers,
+    counts_in_slots,
+    counts_in_an_array,
+    draws_in_python,
+    draws_in_numpy,
+    draws_from_a_global,
+    takes_the_next,
+)
 
 
 @pytest.mark.parametrize("between", REFUSED, ids=lambda between: between.__name__)
@@ -319,7 +350,7 @@ def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     if between not in NO_LINE:
         assert "test_refusals.py:" in str(raised.value)
     assert {name: value for name, value in vars(model).items() if name != "_modules"} == before
-    assert (model.steps, model.seen) == (0, [])
+    assert (model.steps, model.seen, model.counter.count, model.counts[0]) == (0, [], 0, 0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
