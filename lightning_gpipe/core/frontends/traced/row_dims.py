@@ -47,8 +47,8 @@ _REDUCTIONS |= {"dist": 3, "trace": 3}  # which have none
 CHECKS = frozenset({hold.__name__, "_assert", "register_hook", "retain_grad", "requires_grad_"})
 _KEEP_DIMS = (  # functions that are not elementwise, but keep rows apart, whatever their dim is
     "to float double half bfloat16 type type_as contiguous detach cpu cuda size dim numel hold "
-    "dropout layer_norm rms_norm embedding zeros_like ones_like rand_like randn_like "
-    "unflatten multi_head_attention_forward"
+    "dropout layer_norm rms_norm embedding zeros_like ones_like full_like empty_like rand_like "
+    "randn_like unflatten multi_head_attention_forward"
 )
 _APART = frozenset(_KEEP_DIMS.split())
 _MAY_FOLD = "view reshape flatten unflatten expand repeat tile view_as reshape_as"

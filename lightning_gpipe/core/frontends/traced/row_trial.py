@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -34,6 +35,10 @@ from lightning_gpipe.core.frontends.traced.symbolic import (
 from lightning_gpipe.core.frontends.traced.traced_call import across_rows
 
 _WHOLE: Cut = 0, 0, False
+# Functions and methods that return memory that nobody has written, which is not compared.
+_UNWRITTEN = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
 
 
 class _Unknown:
@@ -73,6 +78,8 @@ class RowTrial:
         """Run a step on its arguments, and on the chosen rows of these."""
         if self.is_over:
             return run(*args, **kwargs)
+        if function_name(node) in _UNWRITTEN:
+            run = partial(_zeroed, run)
         if node is self._nodes[0]:
             self._rows, self._leaves = 0, {}
         if not self._rows:
@@ -269,6 +276,13 @@ class TriedStep(NamedTuple):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.trial.run(self.node, self.run, args, kwargs)
+
+
+def _zeroed(run: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a step that returns memory; two runs have the same values there, which may be any."""
+    result = run(*args, **kwargs)
+    result.detach().zero_()
+    return result
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -516,6 +516,8 @@ ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
     "tiled": lambda x: x.tile(2, 1),
     "stacked and flattened": lambda x: torch.stack([x, x]).flatten(0, 1),
     "expanded and reshaped": lambda x: x[None].expand(2, -1, WIDTH).reshape(-1, WIDTH),
+    "memory filled across": lambda x: torch.empty_like(x).copy_(x.cumsum(-2)),
+    "memory filled with another row": lambda x: x.new_empty(x.shape).copy_(x.roll(1, -2)),
     "normalized over all dims": lambda x: F.layer_norm(x, x.shape),
 }
 
@@ -537,6 +539,13 @@ def test_rows_mixed_by_any_function(tracing: Tracing, name: str, count: int) -> 
 
     with pytest.raises(TypeError, match=r"across the rows .*test_refusals.py:\d+|over all rows"):
         run_twice()
+
+
+def rotated(x: Tensor, memory: Tensor) -> Tensor:
+    """Fill memory as rotary embeddings do."""
+    memory[..., 0::2] = -x[..., 1::2]
+    memory[..., 1::2] = x[..., 0::2]
+    return memory
 
 
 APART: dict[str, Callable[[Tensor], Tensor]] = {
@@ -568,6 +577,13 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "sparse": lambda x: x + (x.to_sparse() @ torch.ones(WIDTH, WIDTH).double()).to_dense(),
     "entries of rows": lambda x: x.repeat_interleave(2, 0).cos().unflatten(0, (-1, 2)).sum(1),
+    "fills memory": lambda x: rotated(x, torch.empty_like(x)),
+    "memory full in another dim": lambda x: x * torch.full_like(x.t(), 2.0).t(),
+    "fills memory by a method": lambda x: rotated(x, x.new_empty(x.shape)),
+    "fills memory of a size": lambda x: rotated(x, torch.empty(x.size(0), WIDTH).double()),
+    "fills strided memory": lambda x: rotated(
+        x, torch.empty_strided((x.size(0), WIDTH), (WIDTH, 1), dtype=x.dtype)
+    ),
     "pads": lambda x: F.pad(x, [1, 1])[:, 1:-1] + F.alpha_dropout(x, 0.5, training=False),
 }
 
