@@ -42,7 +42,11 @@ def beside_others(leaf: Tensor, cut: Cut, rows: int, *, far: bool) -> Tensor:
         before, after = _FAR * before, -_FAR / 4 * after  # one is positive, and so is their sum
     elif far:
         before = after = torch.zeros_like(before)
-    return torch.cat([before, by_rows, after, after], dim + inner).flatten(dim, dim + 1)
+    index = torch.tensor([0, *range(by_rows.size(dim + inner)), 0, 0], device=leaf.device)
+    beside = by_rows.index_select(dim + inner, index)  # cat would cast under autocast
+    beside.narrow(dim + inner, 0, 1).copy_(before)
+    beside.narrow(dim + inner, len(index) - 2, 2).copy_(after)
+    return beside.flatten(dim, dim + 1)
 
 
 def scaled(shape: torch.Size, cut: Cut, few: int, rows: int) -> torch.Size:

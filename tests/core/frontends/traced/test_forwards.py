@@ -505,6 +505,29 @@ def test_arguments_that_are_known_at_the_call_only(tracing: Tracing) -> None:
     torch.testing.assert_close(tracing(plain, 4)(batch), plain(batch))
 
 
+class HalfWithin(nn.Module):
+    """Runs a layer in another precision than its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = self.b(x)
+        return self.c(y.float())
+
+
+def test_autocast_within_another_autocast(tracing: Tracing) -> None:
+    """Rows beside others were joined by ``cat``, for which autocast looks for a common type."""
+    plain = HalfWithin()
+    piped = tracing(plain, 2)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(piped(rows().float()), plain(rows().float()))
+
+
 def with_a_device(model: Model, x: Tensor) -> Tensor:
     y = model.a(x)
     with torch.device("cpu"):
