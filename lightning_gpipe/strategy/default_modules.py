@@ -73,7 +73,11 @@ def _pipes_of(
         else:
             if not _is_coarse(whole, containers):
                 return [whole]
-    return [PipedModule(root, *item) for item in containers.items()]
+    return [
+        PipedModule(root, name, container)
+        for name, container in containers.items()
+        if not any(name.startswith(f"{other}.") for other in containers)  # as a list's Sequentials
+    ]
 
 
 def _holds(container: nn.Module, network: nn.Module) -> bool:

@@ -84,6 +84,12 @@ def test_network_that_cannot_be_traced_is_piped_by_its_containers() -> None:
     assert paths(Model(net=net)) == ["net.body"]
 
 
+def test_outermost_of_containers_within_one_another_is_piped() -> None:
+    net = Untraceable(a=nn.Linear(8, 8), body=nn.ModuleList([layers(2), layers(2)]))
+
+    assert paths(Model(net=net)) == ["net.body"]
+
+
 def test_network_within_one_that_cannot_be_traced_is_no_single_layer() -> None:
     """Its wrapper can be traced, with all of it as one layer."""
     net = Chain(inner=Untraceable(a=nn.Linear(8, 8), body=layers(3)), head=nn.Linear(8, 8))
