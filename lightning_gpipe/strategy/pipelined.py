@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -82,6 +83,8 @@ class PipelinedModule:
         ]
         stages = [len(each) for each in balances_known if not isinstance(each, str)]
         requested = _requested(root, settings, max([len(devices), *stages]))
+        if trainer.state.fn != TrainerFn.FITTING and measured_balances.plan is not None:
+            requested = requested.planned_as(measured_balances.plan)
         by_memory = requested.planned or "memory" in map(str, balances)
         choice = resolve(
             self.modules,
@@ -101,7 +104,7 @@ class PipelinedModule:
         _check_sizes(self.modules, sizes, stages, len(devices))
         if choice.weights == "device":
             warn_of_one_device(balances, sizes, len(devices))
-        measured_balances.keep(self.modules, balances, sizes)
+        measured_balances.keep(self.modules, balances, choice)
         self._root = root
         self._settings = settings
         self._verifier: FirstBatchVerifier | None = None
@@ -130,7 +133,7 @@ class PipelinedModule:
         if settings.verify is True and not choice.order.by_micro_batch:  # else steps are verified
             self._verifier = FirstBatchVerifier(self.modules, report)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, list(choice.profiles)
-        self.schedule = choice.order.schedule
+        self.schedule = choice.schedule
 
     @property
     def single(self) -> Pipeline | None:

@@ -24,7 +24,7 @@ from lightning_gpipe.checkpoints import (
     with_entry,
     with_states,
 )
-from lightning_gpipe.core.pipeline import PipedModule
+from lightning_gpipe.core.pipeline import PipedModule, Resolved
 from lightning_gpipe.strategy.options import FROM_CHECKPOINT
 from lightning_gpipe.strategy.processes import Processes
 
@@ -32,10 +32,14 @@ _SAVED = ("time", "memory", FROM_CHECKPOINT)
 
 
 class MeasuredBalances:
-    """The sizes of the stages of each pipelined module, as measured or read from a checkpoint."""
+    """The sizes of the stages of each pipelined module, as measured or read from a checkpoint.
+
+    ``plan`` has the settings of the latest plan, with which an evaluation after a fit runs.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[str, list[int]] = {}  # by the path of the module
+        self.plan: Resolved | None = None
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         self._sizes = dict(value_of_entry(checkpoint, "balance") or {})
@@ -47,13 +51,15 @@ class MeasuredBalances:
         self,
         modules: Sequence[PipedModule],
         balances: Sequence[Any],
-        sizes: Sequence[Sequence[int]],
+        choice: Resolved,
     ) -> None:
         self._sizes = {
             piped.path: list(size)
-            for piped, balance, size in zip(modules, balances, sizes, strict=True)
+            for piped, balance, size in zip(modules, balances, choice.balances, strict=True)
             if isinstance(balance, str) and balance in _SAVED
         }
+        if choice.plan is not None:
+            self.plan = choice
 
     def replace(self, modules: Sequence[PipedModule], sizes: Sequence[Sequence[int]]) -> None:
         pairs = zip(modules, sizes, strict=True)

@@ -36,9 +36,10 @@ def entries_in(
             return entries_of(modules, calling(module, precision.convert_input(example)))
     if trainer.state.fn != TrainerFn.FITTING:
         raise ValueError(
-            f"a balance by time or memory needs a batch: got none outside of a fit, and "
-            f"{type(module).__name__}.example_input_array is None. Set that in its __init__, "
-            "resume from a checkpoint that has a balance, or write a balance as a list."
+            f"a balance by time or memory, or a plan, needs a batch: got none outside of a fit, "
+            f"and {type(module).__name__}.example_input_array is None. Set that in its __init__, "
+            "fit with this strategy before, resume from a checkpoint that has a balance, or write "
+            "a balance as a list, and a value in place of 'auto'."
         )
     batch = precision.convert_input(_first_batch(module, trainer))
     numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

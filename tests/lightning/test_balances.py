@@ -254,6 +254,45 @@ def test_batches_that_do_not_begin_anew_are_refused(tmp_path: Path) -> None:
         made.fit(Slow(), DataLoader(Stream(), 4), Data().val_dataloader())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"balance": "time", "chunks": "auto"},
+        {"balance": [2, 4], "schedule": "auto", "split_backward": "auto"},
+        {"weights": "auto", "offload_activations": "auto"},
+    ],
+    ids=str,
+)
+def test_evaluation_after_a_fit_runs_by_the_plan_of_the_fit(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    strategy = GPipeStrategy(**options, module="layers")
+    found: list[Any] = []
+
+    class Plans(L.Callback):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            found.clear()
+
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            found.append(settings(strategy))
+
+        on_test_start = on_predict_start = on_train_start
+
+    made, data = trainer(tmp_path, strategy, devices=2, callbacks=[Plans()], max_epochs=1), Data()
+    made.fit(model := Slow(), datamodule=data)
+    (planned,) = found
+    made.test(model, datamodule=data, verbose=False)
+    assert found == [planned]
+    made.predict(model, data.val_dataloader())
+    assert found == [planned]
+
+
+def settings(strategy: GPipeStrategy) -> tuple[Any, ...]:
+    pipeline = strategy.pipeline
+    assert pipeline is not None and strategy._piped is not None
+    return pipeline.balances, pipeline.chunks, strategy._piped.schedule
+
+
 def test_plan_of_a_fit(tmp_path: Path) -> None:
     strategy = GPipeStrategy("time", "auto", module="layers", activation_checkpointing="auto")
     found: list[Any] = []

@@ -15,7 +15,7 @@ from lightning_gpipe.core.pipeline.choose.balancing import (
     parameters_around,
 )
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement, profile
-from lightning_gpipe.core.pipeline.choose.options import Requested
+from lightning_gpipe.core.pipeline.choose.options import Requested, Resolved
 from lightning_gpipe.core.pipeline.choose.planning import memory_of, plan, plan_measured, resolve
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
 from lightning_gpipe.core.pipeline.gpipe import GPipe

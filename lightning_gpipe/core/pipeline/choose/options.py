@@ -36,6 +36,10 @@ class Resolved(NamedTuple):
     profiles: Sequence[ModelProfile] = ()  # of each module; none if nothing was measured
 
     @property
+    def schedule(self) -> AnySchedule:
+        return self.order.schedule
+
+    @property
     def split_backward(self) -> bool:
         """True if the engine must be told to split backwards; some schedules always do."""
         return self.order.split and not self.order.definition.always_split
@@ -73,6 +77,11 @@ class Requested(NamedTuple):
     @property
     def planned(self) -> list[str]:
         return [f"{name}='auto'" for name, value in self._asdict().items() if value == AUTO]
+
+    def planned_as(self, earlier: Resolved) -> Requested:
+        """Return the request with the settings of an earlier plan for those that are planned."""
+        fields = self._asdict().items()
+        return self._replace(**{name: getattr(earlier, name) for name, x in fields if x == AUTO})
 
     @property
     def needs_split_costs(self) -> bool:
