@@ -47,12 +47,22 @@ def autograd_function() -> str:
 
     PyTorch's activation checkpointing is none.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
-        frame = frame.f_back
+    frame = _frame_of_apply()
     if frame is None or frame.f_locals["cls"] is torch.utils.checkpoint.CheckpointFunction:
         return ""
     return f"{frame.f_locals['cls'].__name__}.apply() at {_innermost(frame)}"
+
+
+def in_autograd_function() -> bool:
+    """Return True in the forward of an autograd function; reentrant checkpoints are some."""
+    return _frame_of_apply() is not None
+
+
+def _frame_of_apply() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame
 
 
 def line_of(error: BaseException) -> str:

@@ -49,7 +49,7 @@ class ForwardState(NamedTuple):
         )
         raise RuntimeError(
             "all blocks of a pipeline run in the same state of the thread: at "
-            f"{line} it changes {changed}. Set it around the whole model, or within a block. A "
+            f"{line} it changes {changed}. Set it around the whole loop, or within a block. A "
             "torch.utils.checkpoint around blocks is not needed, since the pipeline has "
             "activation_checkpointing: leave it out, or write use_reentrant=False."
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import is_whole
 from lightning_gpipe.core.faithful import Journal, Manager, is_traced
 from lightning_gpipe.core.frontends.frontend import OwnerProcesses, RunProgram
-from lightning_gpipe.core.frontends.lines import calling_line
+from lightning_gpipe.core.frontends.lines import calling_line, in_autograd_function
 from lightning_gpipe.core.frontends.module_list.blocks import Block
 from lightning_gpipe.core.frontends.module_list.collected_outputs import Collector
 from lightning_gpipe.core.frontends.module_list.forward_state import ForwardState
@@ -37,6 +37,16 @@ class _Session(threading.local):
         self.recording: LoopRecording | None = None
         self.depth = 0  # the number of forwards when the recording began
         self.next = 0  # the index of the block to be called next
+
+    def state(self, device: torch.device) -> ForwardState:
+        """Return the state in which all blocks must run, of which the first is called now.
+
+        An autograd function that has changed it may be around each block, and hide its gradients.
+        """
+        now = ForwardState.now(device)
+        if self.forwards and now != self.forwards[-1] and in_autograd_function():
+            return self.forwards[-1]
+        return now
 
     def drop(self, reason: str) -> None:
         if self.recording is not None:
@@ -173,7 +183,7 @@ class BlockCalls:
                 f"none in the call of {block.name} at {calling_line()}."
             )
         device = self._device(first)
-        state = session.forwards[-1] if session.forwards else ForwardState.now(device)
+        state = session.state(device)
         history = self._histories.setdefault(state, History())
         recording = LoopRecording(first, history, device, self._caches, state, self._rehearse)
         # Beside workers, which change modules too, the first micro-batch has been compared.

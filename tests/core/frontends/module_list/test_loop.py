@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.balance import parameter_costs
@@ -313,6 +314,28 @@ def test_reentrant_checkpoint_around_blocks_is_refused():
 
     model = Looping(loop)
     with looped(model), pytest.raises(RuntimeError, match="use_reentrant=False"):
+        model(states())
+
+
+def test_autograd_function_around_each_block_is_refused():
+    """Its backward would be lost."""
+
+    class Halved(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+            return block(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+            return gradients[0] / 2, None
+
+    def loop(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = Halved.apply(x, block)
+        return x
+
+    model = Looping(loop)
+    with looped(model), pytest.raises(RuntimeError, match="grad mode from True to False"):
         model(states())
 
 
