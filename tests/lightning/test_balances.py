@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipeStrategy, Rebalance
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from tests.support.clocks import Clock, Takes
 from tests.support.lightning_modules import (
@@ -77,15 +77,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class Seen(L.Callback):
-    """Remembers the balance."""
+    """Remembers the balance and the number of micro-batches."""
 
     def __init__(self) -> None:
         self.balance: Any = None
+        self.chunks: Any = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, GPipeStrategy) and strategy.pipeline is not None
-        self.balance = strategy.pipeline.balance
+        self.balance, self.chunks = strategy.pipeline.balance, strategy.pipeline.chunks
 
 
 def run(root: Path, balance: Any = "time", **options: Any) -> tuple[Any, L.Trainer]:
@@ -134,6 +135,59 @@ def test_fit_computes_what_it_does_with_the_balance_as_a_list(
 
     assert all(map(torch.equal, weights(measured).values(), weights(given).values()))
     assert_same_weights(measured, fitted(tmp_path, build=Slow, shuffle=shuffle))
+
+
+class Edits(Classifier):
+    """Whose step edits parameters before it calls the layers, in a way that a test chooses."""
+
+    way = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(FEATURES, WIDTH).double().requires_grad_(False)
+
+    @torch.no_grad()
+    def edit(self) -> None:
+        mine, its = next(self.layers.parameters()), self.teacher.weight
+        if self.way == "frozen":
+            its.lerp_(mine.to(its.device), 0.1)
+        elif self.way == "trained":
+            mine.mul_(0.9)
+        else:
+            its.data = its.data * 0.9
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.edit()
+        x, y = batch
+        distance = self.layers(x) - self.teacher(x)
+        return super().training_step((x, y), batch_idx) + distance.square().mean()
+
+
+@pytest.mark.parametrize("way", ["frozen", "trained", "replaced"])
+@pytest.mark.parametrize("name", ["time", "memory", "chunks", "Rebalance"])
+def test_measuring_leaves_no_edits_of_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str
+) -> None:
+    """A mean teacher had moved once more before training, in a fit whose layers were measured."""
+    monkeypatch.setattr(Edits, "way", way)
+    seen = Seen()
+    settings: dict[str, dict[str, Any]] = {
+        "time": {"balance": "time"},
+        "memory": {"balance": "memory"},
+        "chunks": {"balance": [2, 4], "chunks": "auto"},
+        "Rebalance": {"balance": [2, 4]},
+    }
+    callbacks = [seen, *([Rebalance(2)] if name == "Rebalance" else [])]  # none in two epochs
+
+    def run_with(callbacks: list[Any], **options: Any) -> Any:
+        strategy = GPipeStrategy(**{"chunks": 2, "module": "layers", **options})
+        fit: dict[str, Any] = {"build": Edits, "max_epochs": 2, "callbacks": callbacks}
+        return weights(fitted(tmp_path, strategy, devices=2, **fit))
+
+    measured = run_with(callbacks, **settings[name])
+    given = run_with([], balance=seen.balance, chunks=seen.chunks)
+
+    assert all(map(torch.equal, measured.values(), given.values()))
 
 
 def kept_balance(path: Path) -> Any:

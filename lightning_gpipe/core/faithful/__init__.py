@@ -57,6 +57,7 @@ from lightning_gpipe.core.faithful.state.contents import (
     set_elements,
 )
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
+from lightning_gpipe.core.faithful.state.parameters import parameters_preserved
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
 from lightning_gpipe.core.faithful.thread.context import (
     NO_HOOKS,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.balance import LayerProfile, ModelProfile
 from lightning_gpipe.core.data import bytes_of
-from lightning_gpipe.core.faithful import preserved
+from lightning_gpipe.core.faithful import parameters_preserved, preserved
 from lightning_gpipe.core.layout import Partition, lay_out, stages_of_layers
 from lightning_gpipe.core.profile.optimizers import Optimizers, optimizer_bytes
 from lightning_gpipe.core.profile.rounds import Rounds
@@ -54,7 +54,7 @@ def profile_layers(
     state_bytes = optimizer_bytes(subject.root.parameters(), optimizer)
     (empty,) = _stages([Partition(0, 0, (nn.Identity(),))], device)
     rounds = Rounds(subject.program, subject.microbatches, stages, empty, device, split)
-    with preserved(modules, [device]), torch.enable_grad():
+    with preserved(modules, [device]), parameters_preserved(modules), torch.enable_grad():
         rounds.run()
     *static, around = _static_costs(subject, state_bytes)
     return [

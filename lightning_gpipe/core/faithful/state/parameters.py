@@ -13,6 +13,7 @@ checks that by checksums: copies would take too much memory, and edits through
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from lightning_gpipe.core.faithful.parameter_leaves import has_memory, leaf_like
 from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot
 
-_MOST = 2**30  # bytes of frozen parameters to copy in the first run
+_MOST = 2**30  # bytes of parameters to copy in the first run
 
 
 class _WatchedParameter:
@@ -125,11 +126,38 @@ def watched_by_checksums(modules: Iterable[nn.Module]) -> list[_WatchedParameter
     return [_WatchedParameter(slot, p, copied=False) for slot, p in _slots_of(modules)]
 
 
-def _all(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
-    """Watch all parameters, frozen ones by copies as far as the limit goes."""
+@contextmanager
+def parameters_preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore all parameters at the end of a ``with`` block; raise if one is too large to copy.
+
+    One that has memory elsewhere gets its own again.
+    """
+    watched = _all(modules, trained=True)
+    data = [each.parameter.data for each in watched]
+    try:
+        yield
+    finally:
+        for each, own in zip(watched, data, strict=True):
+            if each.parameter.data_ptr() != own.data_ptr():
+                each.parameter.data = own
+            if each.copy is not None and each.moved:
+                copy_values(each.parameter, each.copy)
+    for each in watched:
+        if each.copy is None and each.moved:
+            module, name = each.slot
+            raise RuntimeError(
+                "a call that shows what layers cost must not edit parameters that are too large to "
+                f"copy and restore: got an edit of {name!r} of {type(module).__name__}, in a model "
+                f"with more than {_MOST >> 30} GiB of parameters. Edit it after the optimizer "
+                "step, or write a balance as a list."
+            )
+
+
+def _all(modules: Iterable[nn.Module], *, trained: bool = False) -> list[_WatchedParameter]:
+    """Watch all parameters, frozen or also ``trained`` ones by copies as far as the limit goes."""
     budget, watched = _MOST, []
     for slot, parameter in _slots_of(modules):
-        copied = not parameter.requires_grad and bytes_of(parameter) <= budget
+        copied = (trained or not parameter.requires_grad) and bytes_of(parameter) <= budget
         budget -= bytes_of(parameter) if copied else 0
         watched.append(_WatchedParameter(slot, parameter, copied=copied))
     return watched

@@ -1,7 +1,7 @@
 """The inputs of pipelines in a call of the user's model, before there is a pipeline.
 
-The model stops when it has come to its last pipeline: later code costs time and memory. Buffers,
-attributes and random generators are the same afterwards.
+The model stops when it has come to its last pipeline: later code costs time and memory. Parameters,
+buffers, attributes and random generators are the same afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.data import MicroBatching, Rows, change_tensors
-from lightning_gpipe.core.faithful import add_note, preserved, rows_needed
+from lightning_gpipe.core.faithful import add_note, parameters_preserved, preserved, rows_needed
 from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import as_batch
@@ -52,7 +52,12 @@ def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[
 
     root = modules[0].root
     devices = {parameter.device for parameter in root.parameters()}
-    with preserved(root.modules(), devices), torch.enable_grad(), ExitStack() as stack:
+    with (
+        preserved(root.modules(), devices),
+        parameters_preserved(root.modules()),
+        torch.enable_grad(),
+        ExitStack() as stack,
+    ):
         for piped in modules:
             stack.enter_context(piped.watched(partial(record, piped)))
         try:

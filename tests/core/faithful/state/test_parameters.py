@@ -9,7 +9,7 @@ from torch import nn
 from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.managers import Manager, together
 from lightning_gpipe.core.faithful.state import parameters
-from lightning_gpipe.core.faithful.state.parameters import ParameterState
+from lightning_gpipe.core.faithful.state.parameters import ParameterState, parameters_preserved
 
 
 def layer(*, trained: bool) -> nn.Linear:
@@ -83,3 +83,25 @@ def test_more_frozen_parameters_than_are_copied(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(RuntimeError, match="Linear must not edit its frozen parameter 'weight'"):
         state.compare()
+
+
+def test_all_parameters_are_preserved() -> None:
+    frozen, trained, replaced = layer(trained=False), layer(trained=True), layer(trained=True)
+    own = replaced.weight.data_ptr()
+
+    with parameters_preserved([frozen, trained, replaced]):
+        edit(frozen)
+        edit(trained)
+        replaced.weight.data = torch.zeros(2, 2)
+
+    assert all(torch.equal(x.weight, torch.ones(2, 2)) for x in (frozen, trained, replaced))
+    assert replaced.weight.data_ptr() == own
+
+
+def test_parameter_that_is_too_large_to_be_preserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "_MOST", 8)
+    trained = layer(trained=True)
+
+    refused = pytest.raises(RuntimeError, match="got an edit of 'weight' of Linear")
+    with refused, parameters_preserved([trained]):
+        edit(trained)
