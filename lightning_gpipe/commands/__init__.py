@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import warnings
 
 from lightning_gpipe.commands.check import check
 from lightning_gpipe.commands.fit import main
@@ -35,7 +36,9 @@ def run() -> None:
     elif command is None:
         main()
     else:
-        del sys.argv[1:]  # or LightningCLI, which the command gives its own, warns of them
+        # LightningCLI warns of the arguments that it is not given. They stay, for processes that
+        # start_method="popen" starts with them.
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended", UserWarning)
         status = command(arguments or ["--help"])
         gc.freeze()  # nor is what ends with the process
         sys.exit(status)

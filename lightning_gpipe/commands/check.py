@@ -20,6 +20,7 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import import_object  # type: ignore[attr-defined, unused-ignore]
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
@@ -39,7 +40,7 @@ def check(arguments: Sequence[str]) -> int:
     try:
         if any(argument.startswith("--config") for argument in arguments):
             fit_one_step(arguments, trainer_defaults={"callbacks": [_Listed()]})
-            print("A batch was trained and one validated.")
+            rank_zero_only(print)("A batch was trained and one validated.")
         else:
             _check_model(_parser().parse_args(list(arguments)))
     except Exception as error:  # of the user's model too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -204,6 +205,29 @@ def test_configuration(
     assert "stage 0: layers 0..1, " in found
     assert "A batch was trained" in found
     assert not list(tmp_path.glob("*/"))
+
+
+@pytest.mark.parametrize(
+    "devices, strategy", [(2, {"processes": "per_stage"}), (4, {"replicas": 2})]
+)
+def test_configuration_with_several_processes(
+    tmp_path: Path, devices: int, strategy: dict[str, Any]
+) -> None:
+    """Once the second process printed the help of the command, and the first waited for it."""
+    path = configured(tmp_path, balance=[2, 4], chunks=2, **strategy)
+    command = [sys.executable, "-m", "lightning_gpipe", "check", "--config", path]
+
+    ended = subprocess.run(
+        [*command, f"--trainer.devices={devices}"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+
+    assert ended.stdout.count("stage 1: layers 2..5, ") == 1
+    assert ended.stdout.count("A batch was trained") == 1
+    assert "args parameter" not in ended.stderr
 
 
 def listed() -> str:
