@@ -2,17 +2,18 @@
 
 By Lightning's convention, ``example_input_array`` has the arguments of the module's forward.
 Without it, ``training_step`` is called with the first batch, and ends when it reaches the layers.
+With manual optimization it finds optimizers that do nothing, for there are no others yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -20,8 +21,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_gpipe.checkpoints import generators_of
-from lightning_gpipe.core.faithful import RandomState, add_note, preserved
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Journal,
+    Manager,
+    RandomState,
+    add_note,
+    preserved,
+)
 from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_of
+
+# Methods that change gradients and what has one, for the optimizers.
+_OF_OPTIMIZERS = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 
 
 def entries_in(
@@ -45,7 +56,7 @@ def entries_in(
     numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     args = (batch, 0) if numbered else (batch,)
     noted = _noted("training_step", "self.example_input_array, which is used instead")
-    with noted, precision.train_step_context():
+    with noted, precision.train_step_context(), _idle_optimizers(module, trainer):
         return entries_of(modules, lambda: module.training_step(*args))
 
 
@@ -55,6 +66,30 @@ def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:
         return []
     configured: Any = module.configure_optimizers()
     return [] if configured is None else list(_configure_optimizers(configured)[0])
+
+
+def _idle_optimizers(module: LightningModule, trainer: Trainer) -> Manager:
+    """Let a step that optimizes manually run up to its layers in a ``with`` block, to no effect."""
+    if module.automatic_optimization:
+        return NOTHING
+    made = [
+        LightningOptimizer._to_lightning_optimizer(each, trainer.strategy)
+        for each in optimizers_of(module, trainer)
+    ]
+    for optimizer in made:
+        vars(optimizer).update(step=_call_closure, zero_grad=_do_nothing)
+    optimizers = made[0] if len(made) == 1 else made
+    idle = dict.fromkeys(_OF_OPTIMIZERS, _do_nothing)
+    found = {"optimizers": lambda use_pl_optimizer=True: optimizers, **idle}
+    return Journal().changed((vars(module), name, method) for name, method in found.items())
+
+
+def _call_closure(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+    return None if closure is None else closure()  # it may call the layers
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def _first_batch(module: LightningModule, trainer: Trainer) -> Any:
@@ -93,7 +128,7 @@ def _noted(source: str, cure: str) -> Iterator[None]:
         add_note(
             error,
             f"raised in a call with {source}, made to find out what enters the pipeline, whose "
-            f"balance is to be measured. Give the LightningModule {cure}, or write a balance as a "
-            "list.",
+            f"layers are to be measured. Give the LightningModule {cure}. Nothing is measured if "
+            "balance is a list, no setting is to be planned, and there is no Rebalance.",
         )
         raise

@@ -190,6 +190,60 @@ def test_measuring_leaves_no_edits_of_parameters(
     assert all(map(torch.equal, measured.values(), given.values()))
 
 
+class Manual(Slow):
+    """Optimizes manually, in the usual order: the optimizers come before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class Alternating(Manual):
+    """Whose head has an optimizer of its own, which steps before the layers are called."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        of_head, of_layers = self.optimizers()  # type: ignore[attr-defined]  # there are two
+        self.toggle_optimizer(of_head)
+        self.manual_backward(self.head.weight.square().sum())
+        of_head.step()
+        of_head.zero_grad()
+        self.untoggle_optimizer(of_head)
+
+        def closure() -> Tensor:
+            loss = Slow.training_step(self, batch, batch_idx)
+            of_layers.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        of_layers.step(closure=closure)
+        return of_head.param_groups[0]["params"][0].sum()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(x.parameters(), lr=0.1) for x in (self.head, self.layers)]
+
+
+@pytest.mark.parametrize("build", [Manual, Alternating])
+def test_manual_optimization_is_measured(tmp_path: Path, build: Any, measured: list[Any]) -> None:
+    """The optimizers are made after the strategy is set up: the step had found an empty list."""
+    balance, by_time = run(tmp_path, build=build, max_epochs=1)
+    _, given = run(tmp_path, [2, 4], build=build, max_epochs=1)
+    moved = GPipeStrategy([2, 4], chunks=2, module="layers")
+    options: dict[str, Any] = {"build": build, "max_epochs": 1, "callbacks": [Rebalance()]}
+    rebalanced = fitted(tmp_path, moved, devices=2, **options)
+
+    assert balance == [2, 4] and len(measured) == 2
+    for made in (by_time, rebalanced):
+        assert all(map(torch.equal, weights(made).values(), weights(given).values()))
+
+
 def kept_balance(path: Path) -> Any:
     """The balance in a checkpoint; None if it has none."""
     return torch.load(path)["lightning_gpipe"].get("balance")
