@@ -42,8 +42,9 @@ class Rebalance(Callback):
         threshold: The share by which the slowest stage must get faster for a move: 0.1 is 10 %.
 
     Attributes:
-        shifts: The moves so far: the epoch before which each was made, and the shift of each
-            pipelined module; of replicas, the first one's callback has them.
+        shifts: The moves so far, but for the moves back of those that were undone: the epoch
+            before which each was made, and the shift of each pipelined module; of replicas, the
+            first one's callback has them.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.

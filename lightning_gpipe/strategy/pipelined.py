@@ -77,8 +77,11 @@ class PipelinedModule:
         devices = processes.workers
         self.modules = piped_modules_of(root, settings)
         balances = settings.balances * (1 if settings.module else len(self.modules))
+        sought = _requested(root, settings, len(devices))
+        if len(self.modules) > 1:  # of which none is planned
+            sought = sought._replace(schedule="fill_drain")
         balances_known = [
-            measured_balances.balance_of(piped, balance, len(devices))
+            measured_balances.balance_of(piped, balance, len(devices), sought)
             for piped, balance in zip(self.modules, balances, strict=True)
         ]
         stages = [len(each) for each in balances_known if not isinstance(each, str)]

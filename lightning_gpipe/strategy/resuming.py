@@ -24,7 +24,8 @@ from lightning_gpipe.checkpoints import (
     with_entry,
     with_states,
 )
-from lightning_gpipe.core.pipeline import PipedModule, Resolved
+from lightning_gpipe.core.pipeline import PipedModule, Requested, Resolved
+from lightning_gpipe.core.schedules import is_possible
 from lightning_gpipe.strategy.options import FROM_CHECKPOINT
 from lightning_gpipe.strategy.processes import Processes
 
@@ -40,9 +41,11 @@ class MeasuredBalances:
     def __init__(self) -> None:
         self._sizes: dict[str, list[int]] = {}  # by the path of the module
         self.plan: Resolved | None = None
+        self._origin = ""
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         self._sizes = dict(value_of_entry(checkpoint, "balance") or {})
+        self._origin = "from the checkpoint"
 
     def save(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         return with_entry(checkpoint, balance=dict(self._sizes)) if self._sizes else checkpoint
@@ -60,27 +63,42 @@ class MeasuredBalances:
         }
         if choice.plan is not None:
             self.plan = choice
+        self._origin = "that it had before"
 
     def replace(self, modules: Sequence[PipedModule], sizes: Sequence[Sequence[int]]) -> None:
         pairs = zip(modules, sizes, strict=True)
         self._sizes |= {x.path: list(size) for x, size in pairs if x.path in self._sizes}
 
-    def balance_of(self, piped: PipedModule, balance: Any, devices: int) -> Any:
-        """Return the sizes from the checkpoint, if they are wanted and fit, or ``balance``."""
+    def balance_of(
+        self, piped: PipedModule, balance: Any, devices: int, requested: Requested
+    ) -> Any:
+        """Return the sizes known before, if they are wanted and fit, or ``balance``.
+
+        They must fit the schedule and the number of micro-batches that are requested.
+        """
         if not isinstance(balance, str) or balance not in _SAVED:
             return balance
         sizes, units = self._sizes.get(piped.path, []), len(piped.frontend.units)
-        if sizes and sum(sizes) == units and len(sizes) % devices == 0:
-            rank_zero_info(f"GPipe takes the balance of {piped.name} from the checkpoint: {sizes}")
+        if sum(sizes) == units and _fit(sizes, devices, requested):
+            rank_zero_info(f"GPipe takes the balance of {piped.name} {self._origin}: {sizes}")
             return sizes
         if balance != FROM_CHECKPOINT:
             return balance
         content = f"{sizes} for {sum(sizes)} units" if sizes else "none"
         raise ValueError(
             "balance='checkpoint' takes the balance that a checkpoint has, which must fit: got "
-            f"{content}, for the {units} units of {piped.name} and {devices} devices. Resume with "
-            "ckpt_path=, from a run with balance='time' or 'memory', or write balance='time'."
+            f"{content}, for the {units} units of {piped.name}, {devices} devices and "
+            f"schedule={requested.schedule!r}. Resume with ckpt_path=, from a run with "
+            "balance='time' or 'memory', or write balance='time'."
         )
+
+
+def _fit(sizes: Sequence[int], devices: int, requested: Requested) -> bool:
+    """Return True if a pipeline on the devices can have stages of these sizes."""
+    if len(sizes) % devices or requested.schedule == "auto":
+        return not len(sizes) % devices
+    m = devices if requested.chunks == "auto" else requested.chunks
+    return is_possible(requested.schedule, m, len(sizes), devices)
 
 
 class RandomStates:

@@ -290,6 +290,56 @@ def test_balance_of_a_checkpoint_for_other_devices_is_not_taken(
     assert len(measured) == 2
 
 
+@pytest.mark.parametrize(
+    "before, after, stages, measurements",
+    [
+        ({}, {"schedule": "v_half", "chunks": "auto"}, 4, 2),
+        ({"schedule": "v_half", "chunks": "auto"}, {"schedule": "zero_bubble"}, 2, 2),
+        ({"schedule": "v_half", "chunks": "auto"}, {"schedule": "1f1b", "chunks": 3}, 2, 2),
+        ({"schedule": "v_half", "chunks": "auto"}, {"schedule": "1f1b", "chunks": 4}, 4, 1),
+        ({"schedule": "v_half", "chunks": "auto"}, {"schedule": "auto", "chunks": "auto"}, 4, 2),
+    ],
+)
+def test_balance_of_a_checkpoint_for_another_schedule_is_not_taken(
+    tmp_path: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    stages: int,
+    measurements: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was taken if each device had equally many stages, and then refused by the schedule."""
+    measured: list[Any] = []
+    measure = LayerMeasurement._measured
+
+    def counted(self: LayerMeasurement, *args: Any) -> Any:
+        measured.append(measure(self, *args))
+        return measured[-1]
+
+    monkeypatch.setattr(LayerMeasurement, "_measured", counted)
+    seen = Seen()
+
+    def run_with(settings: dict[str, Any], **options: Any) -> L.Trainer:
+        strategy = GPipeStrategy(**{"balance": "time", "chunks": 2, "module": "layers", **settings})
+        return fitted(tmp_path, strategy, devices=2, build=Slow, callbacks=[seen], **options)
+
+    run_with(before, max_epochs=1).save_checkpoint(tmp_path / "saved.ckpt")
+    run_with(after, max_epochs=2, ckpt_path=tmp_path / "saved.ckpt")
+
+    assert len(seen.balance) == stages and len(measured) == measurements
+
+
+def test_balance_of_the_fit_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = trainer(tmp_path, GPipeStrategy("time", module="layers"), devices=2, max_epochs=1)
+    model = Slow()
+    made.fit(model, datamodule=Data())
+
+    with caplog.at_level("INFO"):
+        made.validate(model, datamodule=Data(), verbose=False)
+
+    assert "GPipe takes the balance of Slow.layers that it had before: " in caplog.text
+
+
 def test_balance_that_was_given_is_in_no_checkpoint(tmp_path: Path) -> None:
     _, made = run(tmp_path, [2, 4], max_epochs=1)
     made.save_checkpoint(tmp_path / "saved.ckpt")

@@ -198,8 +198,9 @@ def _check(search: PlanSearch) -> None:
             "weights='host'."
         )
     check_even(stages, devices, "Use a number of devices that divides the number of stages.")
+    named = len({order.schedule for order in search.orders}) == 1
     for order in search.orders:
-        if order.by_micro_batch:
+        if order.by_micro_batch and named:  # of several, a candidate is possible
             m = search.numbers_of_micro_batches(stages, order)[0]
             check_by_micro_batch(order.schedule, m, order.placement(stages, devices))
 

@@ -44,6 +44,7 @@ from lightning_gpipe.core.schedules.table import (
     fill_drain,
     is_by_micro_batch,
     is_folded,
+    is_possible,
     kinds_for,
     schedule_for,
 )

@@ -98,6 +98,16 @@ def is_folded(schedule: AnySchedule, workers: int) -> bool:
     return len(schedule) == 2 * workers
 
 
+def is_possible(schedule: AnySchedule, m: int, stages: int, workers: int) -> bool:
+    """Return True if a schedule allows this number of stages, equally many on each worker."""
+    place = folded if is_folded(schedule, workers) else looped
+    try:
+        definition_of(schedule).check(m, place(stages, workers))
+    except ValueError:
+        return False
+    return True
+
+
 def is_by_micro_batch(schedule: str | Block) -> TypeGuard[ByMicroBatch | Block]:
     """Return True for a schedule in which each micro-batch has a loss of its own."""
     if isinstance(schedule, str):

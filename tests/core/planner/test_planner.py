@@ -456,6 +456,13 @@ def test_schedule_that_no_number_of_stages_allows() -> None:
         plan_for(profile(1, 1, 1), [Place()] * 2, schedule="zero_bubble_v")
 
 
+def test_schedules_that_a_balance_does_not_allow_are_not_chosen() -> None:
+    """Zero bubble, which has a stage on each device, had ended the search among all schedules."""
+    plan = plan_for(profile(1, 1, 1, 1), [Place()] * 2, balance=[1] * 4, schedule="auto")
+
+    assert plan.settings.stages == 4
+
+
 def test_schedule_with_a_loss_for_each_micro_batch_is_not_chosen_unless_asked_for() -> None:
     costs = profile(1, 1, saved=10)
     places = [Place(memory=50)] * 2
