@@ -205,7 +205,7 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--devices", type=int, help="the number of devices")
+    add("--devices", type=int, help="their number, whatever trainer.devices is; 1 by default")
     add("--device-memory", nargs="+", default=[], metavar="24GiB", help="of all, or of each")
     add(
         "--device-speed",

@@ -20,7 +20,8 @@ def folded(n: int, workers: int) -> tuple[int, ...]:
         raise ValueError(
             f"stages that go down the devices and back must be two on each: got "
             f"{counted(n, 'stage')} on {counted(workers, 'device')}. Write a balance of "
-            f"{2 * workers} numbers, or another schedule than those in the form of a V."
+            f"{2 * workers} numbers, balance='time' with chunks='auto', or another schedule than "
+            "those in the form of a V."
         )
     return *range(workers), *reversed(range(workers))
 
