@@ -366,6 +366,50 @@ def test_offsets_that_a_layer_computes(pipe: Pipe) -> None:
     assert_same_steps(pipe(plain), plain, [batch])
 
 
+# Embeddings that count indices.
+
+
+def counting(kind: type[nn.Embedding | nn.EmbeddingBag]) -> tuple[nn.Sequential, Tensor]:
+    inner = Apply(kind(3, W, scale_grad_by_freq=True))
+    indices = torch.randint(3, (7, 2), generator=torch.Generator().manual_seed(0))
+    return nn.Sequential(inner, nn.Tanh(), nn.Linear(W, 1)).double(), indices
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_frequencies_in_a_micro_batch(pipe: Pipe, kind: Any) -> None:
+    """Once gradients were divided by these instead of those in the mini-batch."""
+    plain, indices = counting(kind)
+    model = pipe(plain)
+    message = rf"needs whole mini-batches, .* 3 micro-batches for layer 0.inner \({kind.__name__}\)"
+
+    with pytest.raises(ValueError, match=message):
+        model(indices)
+    with pytest.raises(ValueError, match=message):
+        model.by_micro_batch(lambda x: model(x).mean(), indices)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_frequencies_that_are_those_of_the_mini_batch(pipe: Pipe, kind: Any) -> None:
+    plain, indices = counting(kind)
+    assert_same_steps(pipe(plain, chunks=1), plain, [indices])
+    assert_same_steps(pipe(plain), plain, [indices[:1]])
+
+
+def test_frequencies_that_divide_no_gradient(pipe: Pipe) -> None:
+    plain, indices = counting(nn.Embedding)
+    model = pipe(plain)
+    with torch.no_grad():
+        torch.testing.assert_close(model(indices), plain(indices))
+
+    for each in (model, plain):
+        each[0].requires_grad_(False)
+    assert_same_steps(model, plain, [indices])
+
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="scale_grad_by_freq=True needs whole mini-batches"):
+        model(indices)
+
+
 # What it costs, and what it leaves.
 
 

@@ -180,16 +180,37 @@ class Stage:
 
     def layer_raising(self, error: BaseException) -> str:
         """Name the innermost module that raised an error: ``, in layer 3.1 (Linear)``."""
-        layers = self.partition.titled_layers
-        names = {m: name for title, layer in layers for name, m in layer.named_modules(None, title)}
+        names = self._names
         raising = (m for m in modules_raising(error) if m in names)
         return next((f", in {names[m]} ({type(m).__name__})" for m in raising), "")
+
+    @property
+    def _names(self) -> dict[nn.Module, str]:
+        layers = self.partition.titled_layers
+        return {m: name for title, layer in layers for name, m in layer.named_modules(None, title)}
+
+    def check_frequencies(self, m: int) -> None:
+        """Raise ValueError if embeddings would count how often an index is in a micro-batch."""
+        counting = [
+            each
+            for each in self._embeddings
+            if each.scale_grad_by_freq and any(p.requires_grad for p in each.parameters())
+        ]
+        if counting:
+            names = self._names
+            raise ValueError(
+                "scale_grad_by_freq=True needs whole mini-batches, because it divides a gradient "
+                f"by how often its index is in one: got {m} micro-batches for "
+                f"{', '.join(f'{names[each]} ({type(each).__name__})' for each in counting)}. "
+                "Write scale_grad_by_freq=False, or chunks=1."
+            )
 
     def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
         self.modules = modules
         self.skips = any(declaration_of(module) is not None for module in modules)
         norms = [module for module in modules if isinstance(module, Norm)]
         self._norms = norms if self._deferred_batch_norm else []
+        self._embeddings = [x for x in modules if isinstance(x, nn.Embedding | nn.EmbeddingBag)]
         self.state = StageState(modules, deferred=self._deferred_batch_norm)
         titles = self.partition.titled_layers
         self.titled = [(layer, f"{title} ({type(layer).__name__})") for title, layer in titles]
