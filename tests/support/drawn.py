@@ -181,6 +181,8 @@ class Reference:
     def __call__(self, batch: Any) -> Any:
         mixes = self._case.model.mixes
         sizes = self._case.sizes(next(len(x) for x in tensors(batch) if has_rows(x)))
+        if self._evaluates_whole:
+            sizes = [sum(sizes)]
         for dropout in self._dropouts:
             dropout.taken = 1 if mixes else len(sizes)
         if not mixes:
@@ -189,6 +191,12 @@ class Reference:
             return merge(self._deferring(split(batch, sizes), sizes))
         parts = zip(split(batch, sizes), sizes, strict=True)
         return merge([self._part(part, size / sum(sizes)) for part, size in parts])
+
+    @property
+    def _evaluates_whole(self) -> bool:
+        norms = (each for each in self.module.modules() if isinstance(each, _BatchNorm))
+        evaluates = not any(layer.training for layer in self.module)
+        return evaluates and any(norm.running_mean is None for norm in norms)
 
     def _part(self, microbatch: Any, share: float) -> Any:
         """Run a micro-batch, whose loss terms that are means count by its share of the rows."""
