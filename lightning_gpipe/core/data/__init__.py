@@ -21,6 +21,7 @@ from lightning_gpipe.core.data.marks import (
     mark_aliased,
     whole,
 )
+from lightning_gpipe.core.data.microbatch.merging import same_value
 from lightning_gpipe.core.data.microbatch.microbatching import (
     Division,
     MicroBatching,

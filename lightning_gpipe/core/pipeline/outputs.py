@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import (
     Division,
     FlatTree,
     is_whole,
+    same_value,
     tree_flatten,
     tree_unflatten,
     whole,
@@ -47,17 +47,20 @@ def _marked(column: Sequence[Tensor], title: Callable[[], str]) -> Sequence[Tens
     if not _same(column):
         shapes = ", ".join(str(tuple(x.shape)) for x in column)
         raise ValueError(
-            "what leaves a pipeline must have a row per sample, or be the same for all "
+            "what leaves a pipeline must have a row per sample in dim 0, or be the same for all "
             f"micro-batches: got shapes {shapes} from {title()}. Compute it after the pipeline, "
-            "hand a loss out by loss_term(), from lightning_gpipe, or write chunks=1."
+            "hand a loss out by loss_term(), from lightning_gpipe, or write chunks=1. If nothing "
+            "uses it, let module= be the path of the whole model, not of its blocks."
         )
     return list(map(whole, column))
 
 
 def _lacks_rows(column: Sequence[Any], division: Division | None) -> bool:
     """Return True if dim 0 of a tensor cannot be the rows, or a multiple of them."""
-    if not all(isinstance(x, Tensor) and not is_whole(x) for x in column):
+    if not all(isinstance(x, Tensor) for x in column):
         return False
+    if any(map(is_whole, column)):
+        return all(map(is_whole, column))
     if any(x.dim() == 0 for x in column):
         return True
     if division is None or any(x.is_nested for x in column):
@@ -69,7 +72,10 @@ def _lacks_rows(column: Sequence[Any], division: Division | None) -> bool:
 
 
 def _same(column: Sequence[Tensor]) -> bool:
-    """Return True if all are equal, and no gradient would have to be divided among them."""
-    if any(x.requires_grad for x in column):
+    """Return True if all are equal, and no gradient would have to be divided among them.
+
+    The gradient of one that a layer or a block marks is that of the first micro-batch.
+    """
+    if any(x.requires_grad and not is_whole(x) for x in column):
         return False
-    return all(x.shape == column[0].shape and torch.equal(x, column[0]) for x in column)
+    return all(same_value(x, column[0]) for x in column)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.data import whole
 from lightning_gpipe.core.layout import cut
 from lightning_gpipe.core.programs import Program, Step, Value
 from tests.support.models import assert_same
@@ -54,6 +55,17 @@ def test_output_without_rows_is_refused_by_the_name_of_its_step(end: Any, n: int
 def test_output_that_is_the_same_for_all_micro_batches_is_returned_once() -> None:
     table = torch.arange(5.0).view(1, 5)
     assert_same(ended(lambda x: (x, table, torch.tensor(3)))[1:], (table, torch.tensor(3)))
+
+
+def test_marked_output_that_differs_is_refused_by_the_name_of_its_step() -> None:
+    with pytest.raises(ValueError, match=r"\(1, 4\), .* from the end.*or write chunks=1"):
+        ended(lambda x: whole(x[:1]))
+
+
+def test_marked_output_with_a_gradient_is_returned_once() -> None:
+    table = torch.eye(WIDTH, dtype=torch.float64).requires_grad_()
+    assert_same(ended(lambda x: whole(table * 2)), table * 2)
+    assert_same(ended(lambda x: whole(table.to_sparse())).to_dense(), table)
 
 
 def test_output_with_several_rows_per_sample_is_concatenated() -> None:

@@ -101,14 +101,20 @@ def _texts_per_row(
 
 
 def _common_value(k: int, values: Sequence[Any]) -> Any:
-    if not all(_same(value, values[0]) for value in values):
-        contents = [list(value) if isinstance(value, Entries) else value for value in values]
+    if not all(same_value(value, values[0]) for value in values):
+        contents = ", ".join(map(_described, values))
         raise ValueError(
-            "an output without a row per sample, one that is not a tensor or is marked by "
-            f"whole(), must be the same for all micro-batches: got {contents} for leaf {k}. "
-            "Return it as a tensor with a row per sample."
+            "an output that is not a tensor, or is marked by whole(), must be the same for all "
+            f"micro-batches: got [{contents}] for leaf {k}. Return it as a tensor with a row per "
+            "sample in dim 0."
         )
     return values[0]
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(list(value) if isinstance(value, Entries) else value)
 
 
 def are_rows(outputs: Sequence[Any]) -> bool:
@@ -142,13 +148,14 @@ def concatenated(k: int, tensors: Sequence[Tensor], dim: int) -> Tensor:
         return torch.cat(list(tensors), dim)
 
 
-def _same(value: Any, other: Any) -> bool:
+def same_value(value: Any, other: Any) -> bool:
+    """Return whether the values of two micro-batches are equal; NaN equals itself."""
     if value is other:
         return True
     if type(value) is not type(other):
         return False
     if isinstance(value, Tensor):
-        if not is_whole(value) or value.layout != other.layout or value.shape != other.shape:
+        if value.layout != other.layout or value.shape != other.shape:
             return False
         return all(map(_equal, _comparable(value), _comparable(other)))
     equal = value == other

@@ -167,7 +167,7 @@ def test_values_that_differ(values: list[Any]) -> None:
         merge([{"a": "same", "b": value} for value in values])
 
     assert "for leaf 1" in str(error.value)
-    assert str(values) in str(error.value)
+    assert str(values).replace(str(rows(1)), "a tensor of shape (1, 2)") in str(error.value)
 
 
 def test_structures_that_differ() -> None:

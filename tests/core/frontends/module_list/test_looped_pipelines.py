@@ -77,3 +77,37 @@ def test_state_of_the_thread_around_the_loop(
     with torch.no_grad():
         torch.testing.assert_close(pipeline(states()), plain(states()))
     pipeline.close()
+
+
+class Recurrent(nn.Module):
+    """Hands hidden states from layer to layer, with the rows in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(4))
+        self.layers = nn.ModuleList(layers).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = None
+        for layer in self.layers:
+            x, h = layer(x, h)
+        return x[:, -1]
+
+
+def test_rows_in_another_dim_of_what_leaves_the_loop(mode: ActivationCheckpointing, threads: bool):
+    """The error printed all values, and called them no tensors."""
+    pipeline = GPipe(
+        Recurrent(),
+        [2, 2],
+        module="layers",
+        devices=["cpu"] * 2,
+        chunks=2,
+        activation_checkpointing=mode,
+        threads=threads,
+    )
+    expected = (
+        r"a row per sample in dim 0, .* got shapes \(1, 3, 8\), \(1, 3, 8\) from layers\.\d\[1\]"
+    )
+    with pytest.raises(ValueError, match=expected):
+        pipeline(states(6))
+    pipeline.close()
