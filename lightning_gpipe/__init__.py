@@ -64,7 +64,7 @@ __all__ = [
     "whole",
 ]
 
-# The second name is the path of the class in lower case, to which a Trainer converts names.
-for _name in ("gpipe", "lightning_gpipe.gpipestrategy"):
+# A Trainer converts names to lower case, also the class's and its path.
+for _name in ("gpipe", "gpipestrategy", "lightning_gpipe.gpipestrategy"):
     if _name not in StrategyRegistry:  # as after importlib.reload
         StrategyRegistry.register(_name, GPipeStrategy, description=GPipeStrategy.__doc__)

@@ -11,6 +11,7 @@ from lightning_gpipe.commands.plan import plan_command
 
 __all__ = ["check", "main", "plan_command", "run"]
 
+_OF_LIGHTNING = ("fit", "validate", "test", "predict")
 _HELP = """\
 usage: lightning-gpipe COMMAND ...
 
@@ -30,10 +31,14 @@ def run() -> None:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     name, *arguments = sys.argv[1:] or ["--help"]
-    command = {"check": check, "plan": plan_command}.get(name)
+    commands = {"check": check, "plan": plan_command}
+    command = commands.get(name)
     if name in ("-h", "--help"):
         print(_HELP, end="")
     elif command is None:
+        if name not in _OF_LIGHTNING and not name.startswith("-"):
+            known = ", ".join([*_OF_LIGHTNING, *commands])
+            sys.exit(f"the command must be one of {known}: got {name}. Its help is --help.")
         main()
     else:
         # LightningCLI warns of the arguments that it is not given. They stay, for processes that

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.frontends import candidates, module_at
+from lightning_gpipe.core.layout import check_balance
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify import verify
 from lightning_gpipe.strategy import GPipeStrategy
@@ -74,7 +75,9 @@ def _parser() -> ArgumentParser:
         default="parameters",
         help="as of GPipe",
     )
-    parser.add_argument("--stages", type=int, default=2, help="how many, if the balance leaves it")
+    parser.add_argument(
+        "--stages", type=int | None, help="how many, if the balance leaves it; 2 by default"
+    )
     parser.add_argument("--input", type=str | None, help=_INPUT)
     parser.add_argument("--below", type=int | None, help="the input is integers below this one")
     return parser
@@ -84,21 +87,34 @@ def _check_model(options: Namespace) -> None:
     model = import_object(options.model)(**options.init)
     if isinstance(model, LightningModule) and not is_overridden("forward", model):
         _add_forward(model, options)
-    stages = options.stages
-    if isinstance(options.balance, list):
-        stages = len(options.balance) + isinstance(options.balance[0], str)
-    devices = ["cpu"] * stages
+    devices = ["cpu"] * _stages(options.balance, options.stages)
     pipeline = GPipe(model, options.balance, module=options.module, devices=devices, chunks=2)
     with closing(pipeline):
         print(listing(pipeline))
         if options.input is None:
             print("It was not run. Give --input, the sizes of a row, to compare a step.")
             return
-        inputs = [_input(sizes, options.below) for sizes in options.input.split()]
+        inputs = [_input(sizes, options.below) for sizes in options.input.split() or [""]]
         for training in (True, False):
             parity = verify(pipeline.train(training), *inputs)
             print(f"in {'training' if training else 'evaluation'}, {parity}")
             parity.check()
+
+
+def _stages(balance: Any, stages: int | None) -> int:
+    if stages is not None and stages < 1:
+        raise ValueError(f"--stages must be 1 or more: got {stages}.")
+    if not isinstance(balance, list):
+        return 2 if stages is None else stages
+    named = bool(balance) and isinstance(balance[0], str)
+    if not named:
+        check_balance(balance)
+    if stages not in (None, len(balance)) and not named:
+        raise ValueError(
+            f"--stages and --balance must be of as many stages: got {stages} and "
+            f"{len(balance)}. Leave out --stages."
+        )
+    return len(balance) + named
 
 
 def _add_forward(model: LightningModule, options: Namespace) -> None:
@@ -119,7 +135,10 @@ def _add_forward(model: LightningModule, options: Namespace) -> None:
 
 
 def _input(sizes: str, below: int | None) -> Tensor:
-    shape = (_ROWS, *map(int, sizes.split(",")))
+    try:
+        shape = (_ROWS, *map(int, sizes.split(",")))
+    except ValueError:
+        raise ValueError(f"--input must be {_INPUT}: got {sizes!r}.") from None
     return torch.randn(shape) if below is None else torch.randint(below, shape)
 
 

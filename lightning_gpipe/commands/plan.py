@@ -30,7 +30,7 @@ from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.pipeline import LayerMeasurement, Requested, plan_measured
 from lightning_gpipe.core.planner import NoPlan, Plan
 from lightning_gpipe.core.schedules import SCHEDULES
-from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
+from lightning_gpipe.core.show import check_can_draw_to, plan_picture, show_plan
 from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
 
 
@@ -46,7 +46,7 @@ def plan_command(arguments: Sequence[str]) -> int:
             options.replica_speed,
         )
         if options.plot is not None:
-            check_can_draw()
+            check_can_draw_to(options.plot)
         with redirect_stdout(sys.stderr):  # for what the user's code prints
             planning = _plan(others, places, operations, options)
     except NoPlan as error:
@@ -103,7 +103,7 @@ class _Planning(CPUAccelerator):
             return strategy
         alone = {"tensor_parallel": 1, "replicas": 1, "sharding": None, "ddp": None}
         if options.processes == "single":
-            alone["lost_after"] = None
+            alone |= {"lost_after": None, "process_group_backend": None}
         return GPipeStrategy(**{**vars(options), **alone})
 
     @override
@@ -175,8 +175,9 @@ def _plan(
             fit_one_step(others, Planner)
     except SystemExit as error:  # of LightningCLI
         raise ValueError(
-            "a plan needs a model, and data or an example_input_array: the configuration has what "
-            "the line above says. Write --config config.yaml, as for python -m lightning_gpipe fit."
+            "a plan needs a model, and data or an example_input_array, in arguments that "
+            "LightningCLI takes: the lines above say what it does not. Write --config config.yaml, "
+            "as for python -m lightning_gpipe fit, and the options of plan --help."
         ) from error
     return planning
 

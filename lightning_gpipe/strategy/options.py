@@ -38,6 +38,16 @@ from lightning_gpipe.strategy.compilation import check_compile
 
 FROM_CHECKPOINT = "checkpoint"  # a balance
 
+# Arguments of a single type, and what they must be.
+_TYPES: dict[str, tuple[Any, str]] = {
+    "deferred_batch_norm": (bool, "True or False"),
+    "save_distributed_checkpoint": (bool, "True or False"),
+    "timeout": (timedelta, "a datetime.timedelta"),
+    "lost_after": (timedelta | None, "a datetime.timedelta or None"),
+    "ddp": (dict | None, "a dict of options of DistributedDataParallel, or None"),
+    "process_group_backend": (str | None, "the name of a backend of torch.distributed, or None"),
+}
+
 StartMethod = Literal["popen", "spawn", "fork"]
 Outputs = Literal["all", "last", "auto"]
 
@@ -83,12 +93,13 @@ class StrategyOptions:
         return cls(**given)
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_processes()
         self._check_schedule()
         _check_module(self.module)
         for balance in self.balances:
             _check_balance(balance)
-        if self.verify not in (True, False, "sample"):
+        if not (isinstance(self.verify, bool) or self.verify == "sample"):
             raise ValueError(f"verify must be True, False or 'sample': got {self.verify!r}.")
         self.requested(1, self.schedule).check()
         check_microbatching(self.microbatching)
@@ -148,6 +159,23 @@ class StrategyOptions:
             self.sharding,
             self.replicas,
         )
+
+    def _check_types(self) -> None:
+        for name, (kind, must) in _TYPES.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"{name} must be {must}: got {value!r}.")
+        if self.timeout <= timedelta(0):
+            raise ValueError(
+                f"timeout must be positive: got {self.timeout!r}. Write a datetime.timedelta of "
+                "minutes."
+            )
+        backend = self.process_group_backend
+        if backend is not None and (self.processes, self.replicas) == ("single", 1):
+            raise ValueError(
+                "process_group_backend is for several processes: got "
+                f"process_group_backend={backend!r}, processes='single'. Leave it out, or give "
+                "processes."
+            )
 
     def _check_processes(self) -> None:
         replicas, lost_after = self.replicas, self.lost_after

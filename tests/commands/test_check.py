@@ -123,6 +123,24 @@ def test_forward_that_is_missing(capsys: pytest.CaptureFixture[str], options: li
     assert f"Write {ways} the input." in found
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--balance=[]"], "at least one stage: got balance=[]"),
+        (["--stages=0"], "--stages must be 1 or more: got 0"),
+        (["--balance=[1, 2]", "--stages=3"], "of as many stages: got 3 and 2"),
+        (["--input=4x4"], "--input must be sizes of a row of input, as 3,64,64"),
+        (["--input="], "--input must be sizes of a row of input, as 3,64,64"),
+    ],
+)
+def test_values_of_a_wrong_form(
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert check([f"{HERE}.Residual", *options]) == 1
+
+    assert message in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_blocks_of_a_lightning_module_without_forward(capsys: pytest.CaptureFixture[str]) -> None:
     assert check([f"{HERE}.Steps", "--module=blocks"]) == 0
 

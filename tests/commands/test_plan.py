@@ -209,6 +209,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr()
     assert "a plan must fit the memory of the devices: none does" in printed.err
     assert "GiB on device" in printed.err
+    assert "fewer rows" not in printed.err  # the parameters alone do not fit
     assert "stages" in printed.out
 
 
@@ -315,3 +316,31 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
     else:
         assert "matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not can_draw(), reason="matplotlib is not installed")
+@pytest.mark.parametrize("path", ["/none/plan.png", "plan.txt"])
+def test_plot_that_cannot_be_written(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    """Once it was an error after the plan was made."""
+    assert plan_command(["--config=none.yaml", "--plot", path]) == 1
+    assert f"got '{path}'. Write plan.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--chunks 0", "chunks must be at least 1"),
+        ("--chunks -4", "chunks must be at least 1"),
+        ("--stages 0", "stages must be 1 or more: got 0"),
+    ],
+)
+def test_numbers_that_are_not_positive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, message: str
+) -> None:
+    assert plan_command(f"--config {configured(tmp_path)} --devices 2 {option}".split()) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_option_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command(f"--config {configured(tmp_path)} --device 2".split()) == 1
+    assert "the lines above say what it does not" in capsys.readouterr().err

@@ -66,3 +66,11 @@ def test_command_alone_says_what_it_takes(
 
     assert not ended.value.code
     assert "--config" in capsys.readouterr().out
+
+
+def test_command_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI listed its own commands only."""
+    monkeypatch.setattr(sys, "argv", ["lightning-gpipe", "plam"])
+
+    with pytest.raises(SystemExit, match="fit, validate, test, predict, check, plan: got plam"):
+        run()

@@ -52,7 +52,9 @@ def test_repr_of_a_subclass() -> None:
     assert repr(Mine()) == "Mine(balance=[2, 4])"
 
 
-@pytest.mark.parametrize("name", ["gpipe", "GPipe", "lightning_gpipe.GPipeStrategy"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "GPipe", "GPipeStrategy", "lightning_gpipe.GPipeStrategy"]
+)
 def test_name_of_the_strategy(tmp_path: Path, name: str) -> None:
     made = fitted(tmp_path, name, devices=2, max_steps=1, limit_val_batches=0)
 

@@ -49,11 +49,11 @@ def check_devices(devices: Any) -> None:
 
 
 def check_weights(weights: str) -> None:
-    """Refuse a value other than ``"device"`` and ``"host"``."""
+    """Refuse a value other than ``"device"`` and ``"host"``, for ``"auto"`` is planned before."""
     if weights not in get_args(Weights):
         raise ValueError(
             "weights must be 'device' or 'host', where the weights of the stages are between their "
-            f"uses: got {weights!r}."
+            f"uses, or 'auto' to plan it: got {weights!r}."
         )
 
 

@@ -168,9 +168,11 @@ def recut(
             "with another balance."
         )
     if list(map(len, balances)) != list(map(len, before)):
+        new, old = ([list(sizes) for sizes in each] for each in (balances, before))
+        several = len(modules) > 1
         raise ValueError(
             "a new balance must have as many stages as the pipeline has: got "
-            f"{list(map(list, balances))} in the place of {list(map(list, before))}."
+            f"{new if several else new[0]} in the place of {old if several else old[0]}."
         )
     if not _idle(modules):
         gc.collect()  # a mini-batch that nobody refers to may be in a cycle

@@ -112,13 +112,13 @@ def _lacking(nearest: Prediction) -> str:
 
 
 def _cure(nearest: Prediction, fitting: Sequence[Prediction]) -> str:
+    held = sum(stage.memory.held for stage in nearest.stages)
+    fewer = held <= sum(place.memory for place in nearest.places)  # else no batch would fit
     if not fitting:
-        return (
-            "No number of devices like these would do. Use devices with more memory, or batches "
-            "with fewer rows."
-        )
+        more = "No number of devices like these would do. Use devices with more memory"
+        return f"{more}, or batches with fewer rows." if fewer else f"{more}."
     plans = "; or ".join(_would_do(nearest, plan) for plan in fitting)
-    return f"{plans}. Or use batches with fewer rows."
+    return f"{plans}. Or use batches with fewer rows." if fewer else f"{plans}."
 
 
 def _would_do(nearest: Prediction, plan: Prediction) -> str:

@@ -65,7 +65,8 @@ class Prediction:
     def bubble(self) -> float:
         """The share of the devices' time that they are idle."""
         busy = sum(stage.time for stage in self.stages)
-        return 1.0 - busy / (self.time * len(self.workers)) if self.time else 0.0
+        share = 1.0 - busy / (self.time * len(self.workers)) if self.time else 0.0
+        return max(0.0, share)  # rounding may make it less
 
     @property
     def throughput(self) -> float:

@@ -6,6 +6,7 @@ schedule, is the last. Drawing needs matplotlib, which is an extra.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -56,6 +57,20 @@ def check_can_draw() -> None:
     """Raise an ImportError if matplotlib is not installed."""
     if not can_draw():
         raise ImportError(f"drawing needs matplotlib: not installed. Run {INSTALL}.")
+
+
+def check_can_draw_to(path: str) -> None:
+    """Raise an error if a picture could not be written to the path."""
+    check_can_draw()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    folder, kind = os.path.dirname(path) or ".", os.path.splitext(path)[1].lstrip(".").lower()
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if not os.path.isdir(folder) or (kind and kind not in kinds):
+        raise ValueError(
+            f"a picture must be a file in a folder that is there, of one of the kinds "
+            f"{', '.join(sorted(kinds))}: got {path!r}. Write plan.png."
+        )
 
 
 def timeline_picture(

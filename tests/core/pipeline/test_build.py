@@ -148,7 +148,7 @@ def test_tied_weights_follow(pipe: Pipe) -> None:
 @pytest.mark.parametrize(
     "balance, error, found",
     [
-        ([1, 1, 2], ValueError, "as many stages as the pipeline has: got [[1, 1, 2]]"),
+        ([1, 1, 2], ValueError, "as many stages as the pipeline has: got [1, 1, 2]"),
         ([3, 2], ValueError, "balance=[3, 2] (sum 5) for the 4 layers"),
         ("time", TypeError, "balance='time'"),
     ],

@@ -456,6 +456,13 @@ def test_schedule_that_no_number_of_stages_allows() -> None:
         plan_for(profile(1, 1, 1), [Place()] * 2, schedule="zero_bubble_v")
 
 
+def test_bubble_of_one_stage_is_not_less_than_nothing() -> None:
+    """Rounding errors made it -1e-16, which was printed as -0.0%."""
+    plan = plan_for(profile(2.3, 1.3, 0.9, 1.6, 1.3), [Place()], chunks=3)
+
+    assert plan.prediction.bubble == 0
+
+
 def test_schedules_that_a_balance_does_not_allow_are_not_chosen() -> None:
     """Zero bubble, which has a stage on each device, had ended the search among all schedules."""
     plan = plan_for(profile(1, 1, 1, 1), [Place()] * 2, balance=[1] * 4, schedule="auto")

@@ -128,6 +128,11 @@ def balance_by_memory(
 def _memory_of_each(device_memory: float | Sequence[float] | None, stages: int) -> Sequence[float]:
     if device_memory is None:
         return ()
+    if isinstance(device_memory, str):
+        raise TypeError(
+            "device_memory must be a number of bytes, or a list of them: got "
+            f"{device_memory!r}. Write 24 * 2**30 for 24 GiB."
+        )
     if isinstance(device_memory, float | int):
         return [device_memory] * stages
     if len(device_memory) != stages:

@@ -220,6 +220,10 @@ def plan_measured(
     ``every_device``, each device must have a stage.
     """
     chunks, mode, schedule, split, weights, offload, sharding, replicas = requested
+    requested.check()
+    for name, number in (("stages", stages), ("replicas", replicas)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be 1 or more: got {number}.")
     check_planned(schedule)
     assert isinstance(schedule, str), "a block is not planned"
     m, n = None if chunks == AUTO else chunks, len(balance or places)

@@ -2,7 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.pipeline.choose.balance_functions import balance_by_parameters
+from lightning_gpipe.core.pipeline.choose.balance_functions import (
+    balance_by_memory,
+    balance_by_parameters,
+)
 
 
 def test_balance_by_parameters() -> None:
@@ -29,3 +32,13 @@ def test_balance_by_parameters_over_too_few_or_many_stages(stages: int) -> None:
 def test_balance_by_parameters_of_what_cannot_be_cut() -> None:
     with pytest.raises(TypeError, match="module must be an nn.Sequential"):
         balance_by_parameters(nn.Linear(2, 2), 1)  # type: ignore[arg-type]  # the fault under test
+
+
+def test_memory_with_a_unit_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a number of bytes.*got '1GB'\. Write 24"):
+        balance_by_memory(
+            nn.Sequential(nn.Linear(2, 2)),
+            1,
+            torch.zeros(2, 2),
+            device_memory="1GB",  # type: ignore[arg-type]  # the fault under test
+        )

@@ -198,3 +198,11 @@ def test_block_is_not_planned(clock: Clock) -> None:
 
     with pytest.raises(ValueError, match=r"schedule=\[\[0, 3\], \[1, 2\]\] is not planned"):
         plan(layers(clock), torch.zeros(16, 4), 2, schedule=block)
+
+
+@pytest.mark.parametrize("name", ["stages", "replicas"])
+def test_numbers_that_are_not_positive(clock: Clock, name: str) -> None:
+    arguments: dict[str, Any] = {name: 0}
+
+    with pytest.raises(ValueError, match=f"{name} must be 1 or more: got 0"):
+        plan(layers(clock), torch.zeros(16, 4), 2, **arguments)
