@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
+from torch.fx.proxy import TraceError
 
 from lightning_gpipe.core.frontends.lines import line_of
 from lightning_gpipe.core.frontends.traced.call_kinds import CallKind
@@ -70,13 +71,23 @@ def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallG
         if failed is None or failed is root or failed in whole:
             raise UnsupportedForward(
                 f"the forward of {type(root).__name__} must be traceable by torch.fx to be cut "
-                f"into stages, the same calls whatever the values are: {why}. Move that line into "
-                "a module of its own, which runs as one layer, or pipeline a part of the model "
-                "with module=..."
+                f"into stages, the same calls whatever the values are: {why}. "
+                f"{_advice(kind, error)} into a module of its own, which runs as one layer, or "
+                "pipeline a part of the model with module=..."
             ) from error
         alike = [module for module in root.modules() if type(module) is type(failed)]
         of_torch = type(failed).__module__.startswith("torch.nn")
         whole |= dict.fromkeys([failed] if of_torch else alike, why)
+
+
+def _advice(kind: CallKind, error: Exception | None) -> str:
+    if not kind.omitted or isinstance(error, TraceError | None):  # whatever the arguments are
+        return "Move that line"
+    return (
+        f"The first trace, at setup, omits {', '.join(kind.omitted)}: if the line needs one of "
+        "them, remove the default of an argument that every call has, and write a name for one "
+        "that comes in *args or **kwargs. Otherwise move the line"
+    )
 
 
 def _graph(

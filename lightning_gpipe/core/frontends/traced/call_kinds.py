@@ -29,7 +29,12 @@ class Argument:
 
 
 class CallKind:
-    """The structure of a call's arguments, with an :class:`Argument` for each value."""
+    """The structure of a call's arguments, with an :class:`Argument` for each value.
+
+    ``omitted`` are the parameters that a call with the required arguments alone leaves out.
+    """
+
+    omitted: Sequence[str] = ()
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._leaves, self._spec = tree_flatten((tuple(args), kwargs))
@@ -48,10 +53,14 @@ class CallKind:
     def required(cls, forward: Callable[..., Any]) -> CallKind:
         parameters = inspect.signature(forward).parameters.values()
         required = [parameter for parameter in parameters if parameter.default is parameter.empty]
-        return cls(
+        kind = cls(
             [_expected(p) for p in required if p.kind <= p.POSITIONAL_OR_KEYWORD],
             {p.name: _expected(p) for p in required if p.kind is p.KEYWORD_ONLY},
         )
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        omitted = [p for p in parameters if p not in required or p.kind in several]
+        kind.omitted = [str(p.replace(annotation=p.empty)) for p in omitted]
+        return kind
 
     @property
     def inputs(self) -> list[Argument]:

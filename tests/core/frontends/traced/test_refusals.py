@@ -354,6 +354,56 @@ def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Chain(nn.Module):
+    """Layers in a row, for forwards with arguments that a call may omit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Any) -> Any:
+        return self.second(self.first(x).relu())
+
+
+class Either(Chain):
+    def forward(self, ids: Any = None, embedded: Any = None) -> Any:
+        if (ids is None) == (embedded is None):
+            raise ValueError("either ids or embedded must be passed")
+        return self.run(embedded)
+
+
+class Timed(Chain):
+    def forward(self, x: Tensor, t: Any = None) -> Any:
+        return self.run(x * t.unsqueeze(1))
+
+
+class Named(Chain):
+    def forward(self, **batch: Any) -> Any:
+        return self.run(batch["x"])
+
+
+class Branching(Chain):
+    def forward(self, x: Tensor, t: Any = None) -> Any:
+        return self.run(x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (Either, r"\(ValueError\), at .* omits ids=None, embedded=None: .* Otherwise move"),
+        (Timed, r"\(AttributeError\), at .* omits t=None: .* remove the default"),
+        (Named, r"\(KeyError\), at .* omits \*\*batch: .* in \*args or \*\*kwargs"),
+        (Branching, r"\(TraceError\), at .*\. Move that line"),
+    ],
+)
+def test_forward_that_needs_more_than_its_required_arguments(
+    kind: type[nn.Module], message: str
+) -> None:
+    """The advice was to move the line into a module, though no call of the user is like that."""
+    with pytest.raises(TypeError, match=message):
+        TracedForward(kind(), "")
+
+
 def test_generator_of_a_model(tracing: Tracing) -> None:
     """The number that it drew in the trace was in all later steps."""
     model = Model(draws_from_its_own)
