@@ -49,8 +49,9 @@ def _marked(column: Sequence[Tensor], title: Callable[[], str]) -> Sequence[Tens
         raise ValueError(
             "what leaves a pipeline must have a row per sample in dim 0, or be the same for all "
             f"micro-batches: got shapes {shapes} from {title()}. Compute it after the pipeline, "
-            "hand a loss out by loss_term(), from lightning_gpipe, or write chunks=1. If nothing "
-            "uses it, let module= be the path of the whole model, not of its blocks."
+            "as a forward does if module= is the path of the blocks in it, hand a loss out by "
+            "loss_term(), from lightning_gpipe, or write chunks=1. If nothing uses it, let module= "
+            "be the path of the whole model, not of its blocks."
         )
     return list(map(whole, column))
 

@@ -115,3 +115,38 @@ def test_loss_within_a_forward() -> None:
     with pytest.raises(ValueError, match="must have a row per sample"):
         pipeline(images())
     pipeline.close()
+
+
+class WithLoss(nn.Module):
+    """Computes its loss in forward, as models of language do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.head = nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = block(x).tanh()
+        logits = self.head(x)
+        return logits, nn.functional.cross_entropy(logits, targets)
+
+
+def test_loss_in_the_forward_of_a_model_needs_its_blocks_as_the_module() -> None:
+    plain = WithLoss()
+    x, targets = torch.rand(7, 3).double(), torch.arange(7) % 2
+    whole = GPipe(copy.deepcopy(plain), [2, 3], chunks=3)
+    with pytest.raises(
+        ValueError, match=r"\(\), \(\), .* if module= is the path of the blocks in it"
+    ):
+        whole(x, targets)
+    whole.close()
+
+    blocks = GPipe(own := copy.deepcopy(plain), [2, 2], module="blocks", chunks=3)
+    for model in (blocks, plain):
+        model(x, targets)[1].backward()
+    assert_same(blocks(x, targets), plain(x, targets))
+    assert_same(*([p.grad for p in each.parameters()] for each in (own, plain)))
+    blocks.close()
