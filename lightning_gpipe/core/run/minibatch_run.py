@@ -163,7 +163,7 @@ class MiniBatchRun:
         for stage in stages:
             work, watch = Work(stage, program, terms=terms), None
             if self.schedule.m > 1 and stage.partition.index in program.stages:
-                if self.context.grad:
+                if stage.embeddings and self.context.grad:
                     stage.check_frequencies(self.schedule.m)
                 of_call = self.flags, inputs.spec, dims, work.signature
                 watch = stage.watches.begin(of_call, division)

@@ -66,6 +66,7 @@ class Stage:
         in_backward: Whether its modules have the copies of a backward that runs.
         watches: Watches for layers that mix rows, in the first mini-batches of a call signature.
         titled: The layers with their names in errors, such as ``layer 3 (Linear)``.
+        embeddings: Those that may divide gradients by how often an index is in a mini-batch.
         gather: Gathers moments of its batch norms in all replicas; None if each has its own.
     """
 
@@ -193,7 +194,7 @@ class Stage:
         """Raise ValueError if embeddings would count how often an index is in a micro-batch."""
         counting = [
             each
-            for each in self._embeddings
+            for each in self.embeddings
             if each.scale_grad_by_freq and any(p.requires_grad for p in each.parameters())
         ]
         if counting:
@@ -210,7 +211,7 @@ class Stage:
         self.skips = any(declaration_of(module) is not None for module in modules)
         norms = [module for module in modules if isinstance(module, Norm)]
         self._norms = norms if self._deferred_batch_norm else []
-        self._embeddings = [x for x in modules if isinstance(x, nn.Embedding | nn.EmbeddingBag)]
+        self.embeddings = [x for x in modules if isinstance(x, nn.Embedding | nn.EmbeddingBag)]
         self.state = StageState(modules, deferred=self._deferred_batch_norm)
         titles = self.partition.titled_layers
         self.titled = [(layer, f"{title} ({type(layer).__name__})") for title, layer in titles]
