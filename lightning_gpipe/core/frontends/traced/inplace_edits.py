@@ -87,12 +87,17 @@ def check_edits(graph: CallGraph, stages: Mapping[fx.Node, int]) -> None:
                 local = alias in near and stages[user] >= here
                 if not local or (stages.get(alias) != here and stages[user] != here):
                     raise UnsupportedForward(
-                        "a value that is edited in place must not be used through another tensor "
-                        f"on another stage: {edit.meta['line']} edits one on stage {here}, and "
-                        f"{user.meta['line']} uses a tensor with the same memory on stage "
-                        f"{stages[user]}. Write it without the edit, as x = x + y, or choose a "
-                        "balance that keeps both on one stage."
+                        "a value that is edited in place must not be used through a tensor of "
+                        f"another stage: {edit.meta['line']} edits, on stage {here}, a tensor "
+                        f"{_origin(target, stages)}, and {user.meta['line']} uses, on stage "
+                        f"{stages[user]}, another one {_origin(alias, stages)} with the same "
+                        "memory. Write it without the edit, as x = x + y, or choose a balance that "
+                        "keeps all of these on one stage."
                     )
+
+
+def _origin(node: fx.Node, stages: Mapping[fx.Node, int]) -> str:
+    return f"from stage {stages[node]}" if node in stages else "from outside"
 
 
 def _edits(graph: CallGraph, node: fx.Node) -> bool:

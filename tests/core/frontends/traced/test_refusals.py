@@ -965,3 +965,24 @@ def test_edit_of_a_tensor_that_another_stage_has(tracing: Tracing) -> None:
     with pytest.raises(TypeError, match="edited in place .*test_refusals.py:.*test_refusals.py:"):
         tracing(plain, [1, 3])
     assert_same_run(tracing(plain, [2, 2]), plain, rows())
+
+
+def edit_and_use_of_what_travels(model: Any, x: Tensor) -> Tensor:
+    a = model.layers[0](x) * 2
+    v = a[:, :2]
+    b = model.layers[1](x)
+    v.mul_(3.0)
+    return model.layers[3](model.layers[2](b)) + a
+
+
+def test_edit_of_one_of_two_tensors_that_travel_apart(tracing: Tracing) -> None:
+    """The error named one stage twice, and no other."""
+    plain = Edits(edit_and_use_of_what_travels)
+    expected = (
+        r"edits, on stage 1, a tensor from stage 0, and .* uses, on stage 1, another one from "
+        "stage 0"
+    )
+
+    with pytest.raises(TypeError, match=expected):
+        tracing(plain, [1, 3])
+    assert_same_run(tracing(plain, [2, 2]), plain, rows())
