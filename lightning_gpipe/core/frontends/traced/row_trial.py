@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
-from lightning_gpipe.core.faithful import AboutToDraw, WithoutDraws, mixed_by
+from lightning_gpipe.core.faithful import AboutToDraw, WithoutDraws, add_note, mixed_by
 from lightning_gpipe.core.frontends.cuts import OTHERS, Cut, beside_others, few_of, same
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
 from lightning_gpipe.core.frontends.traced.inplace_edits import edited
@@ -38,6 +38,11 @@ _WHOLE: Cut = 0, 0, False
 # Functions and methods that return memory that nobody has written, which is not compared.
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+_CUT = (
+    "raised on the rows of a micro-batch: inputs are cut along dim 0, unless they are marked by "
+    "whole(), from lightning_gpipe. A step that needs all rows at once, as adj @ h for the "
+    "nodes of one graph, cannot be cut: it needs chunks=1."
 )
 
 
@@ -275,7 +280,13 @@ class TriedStep(NamedTuple):
         return self.trial.is_over
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.trial.run(self.node, self.run, args, kwargs)
+        try:
+            return self.trial.run(self.node, self.run, args, kwargs)
+        except RuntimeError as error:  # of PyTorch, as for shapes that do not fit
+            is_step = self.node.op != "call_module"
+            if is_step and not isinstance(error, torch.OutOfMemoryError):
+                add_note(error, _CUT)
+            raise
 
 
 def _zeroed(run: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:

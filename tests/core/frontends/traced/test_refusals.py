@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_gpipe.core.data import whole
 from lightning_gpipe.core.frontends.traced import TracedForward
 from tests.support.traced import Tracing, assert_same_run
 from tests.support.traced import tracing as tracing  # a fixture
@@ -644,6 +645,27 @@ def test_rows_apart_by_any_function(tracing: Tracing, name: str, count: int) -> 
     plain = Model(lambda model, x: APART[name](x))
 
     assert_same_run(tracing(plain, 2), plain, rows(count))
+
+
+class Graph(nn.Module):
+    """Adds up the neighbours of each node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+
+    def forward(self, nodes: Tensor, neighbours: Tensor) -> Tensor:
+        return self.second(neighbours @ self.first(nodes))
+
+
+def test_step_whose_shapes_do_not_fit_once_they_are_cut(tracing: Tracing) -> None:
+    piped = tracing(Graph())
+
+    for neighbours in (torch.eye(7).double(), whole(torch.eye(7).double())):
+        with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
+            piped(rows(), neighbours)
+        (note,) = (x for x in raised.value.__notes__ if "needs all rows at once" in x)
+        assert "marked by whole()" in note
 
 
 class Cosines(TorchDispatchMode):
