@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.data import whole
 from lightning_gpipe.core.frontends.traced import TracedForward
+from tests.support.models import assert_same
 from tests.support.traced import Tracing, assert_same_run
 from tests.support.traced import tracing as tracing  # a fixture
 from tests.support.traced_models import Modes
@@ -413,6 +414,19 @@ def test_generator_of_a_model(tracing: Tracing) -> None:
     with pytest.raises(TypeError, match="draws random numbers"):
         TracedForward(model, "")
     assert model.seen[0].random() == np.random.default_rng(0).random()
+
+
+def test_numbers_with_the_sizes_of_a_value_are_drawn_for_each_micro_batch(tracing: Tracing) -> None:
+    """The guide said that they are refused."""
+    noisy = tracing(Model(lambda model, x: x + torch.randn_like(x)))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        output = noisy(x := rows().requires_grad_())
+        output.exp().sum().backward()
+        found.append((output, x.grad))
+
+    assert_same(*found)
 
 
 class Doubles(nn.Module):
