@@ -10,7 +10,6 @@ import re
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,16 +35,6 @@ class Notes:
     def __init__(self) -> None:
         self.last = 0.0
         self.all: list[float] = []
-
-
-class Slotted:
-    """An object without a dict, which may hold another."""
-
-    __slots__ = ("last", "notes")
-
-    def __init__(self) -> None:
-        self.last = 0.0
-        self.notes = Notes()
 
 
 class Kind(NamedTuple):
@@ -183,16 +172,6 @@ KINDS = {
     "object": Kind(set_to(Notes), lambda layer: layer.state.last + len(layer.state.all), _note),
     "new object": Kind(
         set_to(Notes), lambda layer: layer.state.last + len(layer.state.all), _renew_notes
-    ),
-    "object with slots": Kind(
-        set_to(Slotted),
-        lambda layer: layer.state.last,
-        lambda layer, value: setattr(layer.state, "last", value),
-    ),
-    "object in an object": Kind(
-        set_to(Slotted),
-        lambda layer: layer.state.notes.last + len(layer.state.notes.all),
-        lambda layer, value: _note(SimpleNamespace(state=layer.state.notes), value),
     ),
     "object in a dict": Kind(
         set_to(lambda: {"notes": Notes()}),

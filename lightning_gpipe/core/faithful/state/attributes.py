@@ -37,7 +37,7 @@ class Owners:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = tuple(modules)
-        of_modules = list(holders(modules, deep=True))
+        of_modules = list(holders(modules))
         self.holders = [*of_modules, *parameter_holders(modules)]
         self.names: list[tuple[str, ...]] = []
         self.containing: dict[Slot, tuple[Slots, str]] = {}  # attributes with contents
@@ -79,7 +79,7 @@ class Owners:
         """Return True for a new object or generator, or contents where there were none."""
         if present is former:
             return False
-        if is_generator(present) or user_objects(present, slotted=True):
+        if is_generator(present) or user_objects(present):
             return True
         return slot not in self.containing and has_contents(present)
 
