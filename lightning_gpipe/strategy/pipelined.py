@@ -78,12 +78,7 @@ class PipelinedModule:
         self.modules = piped_modules_of(root, settings)
         balances = settings.balances * (1 if settings.module else len(self.modules))
         sought = _requested(root, settings, len(devices))
-        if len(self.modules) > 1:  # of which none is planned
-            sought = sought._replace(schedule="fill_drain")
-        balances_known = [
-            measured_balances.balance_of(piped, balance, len(devices), sought)
-            for piped, balance in zip(self.modules, balances, strict=True)
-        ]
+        balances_known = measured_balances.known(self.modules, balances, len(devices), sought)
         stages = [len(each) for each in balances_known if not isinstance(each, str)]
         requested = _requested(root, settings, max([len(devices), *stages]))
         if trainer.state.fn != TrainerFn.FITTING and measured_balances.plan is not None:

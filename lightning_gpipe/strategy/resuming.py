@@ -69,13 +69,25 @@ class MeasuredBalances:
         pairs = zip(modules, sizes, strict=True)
         self._sizes |= {x.path: list(size) for x, size in pairs if x.path in self._sizes}
 
-    def balance_of(
-        self, piped: PipedModule, balance: Any, devices: int, requested: Requested
-    ) -> Any:
-        """Return the sizes known before, if they are wanted and fit, or ``balance``.
+    def known(
+        self,
+        modules: Sequence[PipedModule],
+        balances: Sequence[Any],
+        devices: int,
+        requested: Requested,
+    ) -> list[Any]:
+        """Return the sizes of each module known before, if wanted and fitting, or its balance.
 
         They must fit the schedule and the number of micro-batches that are requested.
         """
+        if len(modules) > 1:  # of which none is planned
+            requested = requested._replace(schedule="fill_drain")
+        pairs = zip(modules, balances, strict=True)
+        return [self._balance_of(piped, each, devices, requested) for piped, each in pairs]
+
+    def _balance_of(
+        self, piped: PipedModule, balance: Any, devices: int, requested: Requested
+    ) -> Any:
         if not isinstance(balance, str) or balance not in _SAVED:
             return balance
         sizes, units = self._sizes.get(piped.path, []), len(piped.frontend.units)

@@ -51,6 +51,7 @@ from lightning_gpipe.core.data.pytree import (
 )
 from lightning_gpipe.core.data.tensor_search import attributes, requires_grad, slot_names
 from lightning_gpipe.core.data.tensors import (
+    apart,
     bytes_of,
     copy_values,
     equal,

@@ -6,7 +6,7 @@ in place. Sparse, nested and MKL-DNN tensors have no memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,18 @@ def memory(value: object) -> int | None:
     # storage.data_ptr() is the same address, but takes ten times as long: it makes an object.
     address = value.data_ptr()
     return address - int(value.storage_offset()) * value.element_size() if address else None
+
+
+def apart(tensors: Iterable[Tensor], others: Iterable[object]) -> list[Tensor]:
+    """Return tensors, with copies of those that share memory with one before, or with others."""
+    addresses, result = set(map(memory, others)), []
+    addresses.discard(None)
+    for tensor in tensors:
+        address = memory(tensor)
+        result.append(tensor.clone() if address in addresses else tensor)
+        if address is not None:
+            addresses.add(address)
+    return result
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

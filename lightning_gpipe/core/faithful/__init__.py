@@ -10,7 +10,6 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
     DeferredStatistics,
     Norm,
     check_batch_norms,
-    needs_all_rows,
     over_replicas,
     rows_needed,
 )

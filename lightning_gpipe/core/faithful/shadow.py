@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import checksum, memory
+from lightning_gpipe.core.data import apart, checksum
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.parameter_leaves import (
@@ -38,6 +38,7 @@ from lightning_gpipe.core.layout import Slot, tensors_within
 
 _Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and its new value
 _HOOKS, _HOOKS_AFTER = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+_GRADIENT = attrgetter("grad")
 _CopyState = tuple[list[int], list[Any]]  # versions and objects
 
 
@@ -207,16 +208,12 @@ class Shadows:
         Autograd takes over the first gradient of a leaf, which may be a view of that of another
         leaf or of what entered the backward, and adds the next to it in place.
         """
-        addresses, without = set(map(memory, others)), []
+        new: list[nn.Parameter] = []
+        without: list[nn.Parameter] = []
         for shadow in self.without_gradient:
-            gradient = shadow.grad
-            if gradient is None:
-                without.append(shadow)
-                continue
-            address = memory(gradient)
-            if address is not None and address in addresses:
-                shadow.grad = gradient.clone()
-            addresses.add(address)
+            (without if shadow.grad is None else new).append(shadow)
+        for shadow, gradient in zip(new, apart(map(_GRADIENT, new), others), strict=True):
+            shadow.grad = gradient
         self.without_gradient = without
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:

@@ -46,7 +46,6 @@ _LIBRARIES = (
 # These hold nothing, and there may be a vocabulary of them. A proxy's object may be deleted.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, *ProxyTypes})
 _LARGE = 64  # elements of a container in which no objects are looked for
-_MANY = 100  # objects of a module, in which no others are looked for
 
 
 class Holder(NamedTuple):
@@ -101,15 +100,14 @@ def holders(modules: Iterable[nn.Module], *, deep: bool = False) -> Iterator[Hol
     """Yield each module, and each object of a user's class in an attribute of one.
 
     Also those in its containers, but for large ones, in which there may be a data set. ``deep``:
-    also the objects in these objects, but for those of a module with many, and objects with
-    ``__slots__``.
+    also the objects in these objects, and objects with ``__slots__``.
     """
     seen: set[int] = set()
     for module in modules:
         found = [Holder(module, "", vars(module))]
         for holder in found:  # which grows
             yield holder
-            if holder.prefix and not (deep and len(found) < _MANY):
+            if holder.prefix and not deep:
                 continue
             for name, value in holder.held.items():
                 for number, each in enumerate(user_objects(value, slotted=deep)):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.core.data import (
     Division,
@@ -24,7 +25,7 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
     warn_of_equal_sums,
 )
-from lightning_gpipe.core.faithful import Journal, needs_all_rows, refuse_unsupported_modes
+from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
 from lightning_gpipe.core.layout import META, Layout, check_order
 from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
@@ -223,10 +224,14 @@ class Pipeline:
     @property
     def _evaluates_whole(self) -> bool:
         """True in evaluation, if the results of layers depend on all rows of the mini-batch."""
-        partitions = self.layout.partitions
-        if any(layer.training for each in partitions for layer in each.layers):
+        if any(layer.training for each in self.layout.partitions for layer in each.layers):
             return False
-        return any(needs_all_rows(each.modules) for each in partitions)
+        return any(norm.running_mean is None for norm in self._batch_norms)
+
+    @cached_property
+    def _batch_norms(self) -> list[_BatchNorm]:
+        modules = (module for each in self.layout.partitions for module in each.modules)
+        return [module for module in modules if isinstance(module, _BatchNorm)]
 
     def _hand_out(self, terms: Iterable[Term], receiver: Receiver | None) -> None:
         if receiver is None:

@@ -201,15 +201,14 @@ class StagePass:
         if self._copies:
             drawing = self._with_copies(drawing)
         if drawing is NOTHING:
-            self._backward.run(i, leaves, roots, gradients.leaves)
+            entered = self._backward.run(i, leaves, roots, gradients.leaves)
         else:
             with drawing:
-                self._backward.run(i, leaves, roots, gradients.leaves)
+                entered = self._backward.run(i, leaves, roots, gradients.leaves)
         if activations.former:
             self.lost_gradients.check_inputs(activations.former)
         computed = gradients_in(leaves)
         if self.shadows.without_gradient:
-            entered = self._backward.entered(i)
             self.shadows.own_gradients([*gradients.leaves, *computed, *entered])
         return FlatTree(computed, activations.inputs.spec)
 
@@ -261,12 +260,10 @@ class StagePass:
     def weights(self, i: int) -> None:
         """Compute the gradients of the parameters that backward of micro-batch ``i`` has left."""
         drawing = self.randomness.drawing_in_backward(i)
-        shadows = self.shadows
-        entered = self._backward.entered(i) if shadows.without_gradient else []
         with self._with_copies(drawing) if self._copies else drawing:
-            self._backward.run_weights(i)
-        if shadows.without_gradient:
-            shadows.own_gradients(entered)
+            entered = self._backward.run_weights(i)
+        if self.shadows.without_gradient:
+            self.shadows.own_gradients(entered)
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
         """Return the tensors held for :meth:`weights`, parameters and bases of views included."""

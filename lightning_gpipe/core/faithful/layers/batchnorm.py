@@ -60,11 +60,6 @@ def rows_needed(module: nn.Module) -> int:
     return 2 if any(isinstance(each, _BatchNorm) for each in module.modules()) else 1
 
 
-def needs_all_rows(modules: Iterable[nn.Module]) -> bool:
-    """Return True if a batch norm has no running statistics, and evaluates by those of its rows."""
-    return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in modules)
-
-
 class DeferredStatistics:
     """The statistics of one stage's norms in a mini-batch, over replicas if there is ``gather``."""
 

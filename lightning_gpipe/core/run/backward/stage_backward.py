@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gpipe.core.data import memory
+from lightning_gpipe.core.data import apart
 from lightning_gpipe.core.faithful import Behavior
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import (
@@ -67,19 +67,23 @@ class StageBackward:
         inputs: Sequence[Any],
         roots: Sequence[Root | None],
         gradients: Sequence[Tensor | None],
-    ) -> None:
-        """Run backward of micro-batch ``i``, or B of it; not split if others share its graph."""
+    ) -> Sequence[Tensor]:
+        """Run backward of micro-batch ``i``, or B of it; not split if others share its graph.
+
+        Return the gradients with which W will begin, if there is one.
+        """
         try:
             if self.any_captured:
                 self._run_to_captured(roots, gradients)
-                return
+                return ()
             if self._splits is not None:
                 backward = SplitBackward.of(self._splits, inputs, roots, gradients)
                 if backward is not None:
                     self._pending[i] = backward
                     backward.run_inputs()
-                    return
+                    return backward.entered
             run_backward(roots, gradients)
+            return ()
         except RuntimeError as error:
             refuse_second_backward(error)
             raise
@@ -88,30 +92,28 @@ class StageBackward:
         self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
     ) -> None:
         leaves = leaves_behind(roots)
-        addresses = set(map(memory, gradients))  # of what the sums, in place, must leave alone
-        for leaf, gradient in zip(leaves, gradients_of(leaves, roots, gradients), strict=True):
-            if gradient is None:
-                continue
-            if self._used_leaves.captured(leaf):
-                address = memory(gradient)
-                own = gradient.clone() if address in addresses else gradient
-                addresses.add(address)
-                add_gradient(self._gradients, leaf, own)
-            else:  # by autograd, which lets the thread of no other stage come between
+        found = zip(leaves, gradients_of(leaves, roots, gradients), strict=True)
+        pairs = [(leaf, gradient) for leaf, gradient in found if gradient is not None]
+        captured = [pair for pair in pairs if self._used_leaves.captured(pair[0])]
+        own = apart((gradient for _, gradient in captured), gradients)  # for sums in place
+        for (leaf, _), gradient in zip(captured, own, strict=True):
+            add_gradient(self._gradients, leaf, gradient)
+        for leaf, gradient in pairs:
+            if not self._used_leaves.captured(leaf):
+                # By autograd, which lets the thread of no other stage come between.
                 run_backward([root_of(leaf)], [gradient])
 
-    def run_weights(self, i: int) -> None:
+    def run_weights(self, i: int) -> Sequence[Tensor]:
+        """Run W of micro-batch ``i``, if it waits; return the gradients with which it began."""
         if (backward := self._pending.pop(i, None)) is None:
-            return
+            return ()
+        entered = backward.entered
         try:
             backward.run_weights()
+            return entered
         except RuntimeError as error:
             refuse_second_backward(error)
             raise
-
-    def entered(self, i: int) -> list[Tensor]:
-        """Return the gradients with which W of micro-batch ``i`` will begin."""
-        return self._pending[i].entered if i in self._pending else []
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
         return list(self._pending[i].kept()) if i in self._pending else []
