@@ -74,6 +74,8 @@ class Office:
         self._lost_after = lost_after
         self._rank = sockets.rank
         self._lock = threading.RLock()  # a garbage collection may close a pipeline
+        # Held while news is passed on: its sender's end may follow a copy that another brings.
+        self._hearing = threading.RLock()
         self._process = os.getpid()
         self.ledger = Ledger()
         tree = Tree(len(ranks))
@@ -320,25 +322,29 @@ class Office:
                 link.start()
 
     def _hear_news(self, rank: int, header: Header, text: str) -> None:
-        with self._lock:
-            if not self._is_news(header):
-                return
-        # Before this process acts on it: the others hear of it before they see that this one ends.
-        self._spread(header, text, but=rank)
-        with self._lock:
-            if header.code == MessageCode.FAILURE:
-                self.ledger.record_failure(header.serial, Failure.decode(text))
-                present = self.ledger.failure_at_end
-            elif header.code == MessageCode.CLOSED:
-                self.ledger.record_close(header.origin, header.times, header.serial)
-                present = self.ledger.failure
-            else:
-                self.ledger.record_end(header.origin, header.times, header.serial)
-                present = None
-            self._changed.notify_all()
-            recipient = self._recipient
+        with self._hearing:
+            with self._lock:
+                if not self._is_news(header):
+                    return
+            # Before this process acts on it: others hear of it before they see that this one ends.
+            self._spread(header, text, but=rank)
+            with self._lock:
+                present = self._record(header, text)
+                self._changed.notify_all()
+                recipient = self._recipient
         if recipient is not None and present is not None:
             recipient.fail(present)
+
+    def _record(self, header: Header, text: str) -> Failure | None:
+        """Record the news; return the reason why the present exchange fails, if any."""
+        if header.code == MessageCode.FAILURE:
+            self.ledger.record_failure(header.serial, Failure.decode(text))
+            return self.ledger.failure_at_end
+        if header.code == MessageCode.CLOSED:
+            self.ledger.record_close(header.origin, header.times, header.serial)
+            return self.ledger.failure
+        self.ledger.record_end(header.origin, header.times, header.serial)
+        return None
 
     def _end_link(self, rank: int, header: Header) -> bool:
         """Record the end of a connected process, or its answer; return False if no more comes."""
@@ -393,6 +399,7 @@ class Office:
             recipient = self._recipient
             # An exchange that needs nothing more of it goes on, or fails for what it has told.
             spared = recipient is not None and self.ledger.failure_at_end is not failure
+            present = self.ledger.failure or failure  # it may have closed before
         if not first or spared:
             return
         self._channels.abort()
@@ -400,7 +407,7 @@ class Office:
             told = failure._replace(how=others or failure.how)
             self._spread(Header(MessageCode.LOST, 0), told.encode(), but=but)
         if recipient is not None:
-            recipient.fail(failure)
+            recipient.fail(present)
         if lives:
             return
         if self.on_lost is not None:

@@ -235,6 +235,47 @@ def test_process_that_fails_and_leaves_says_why_to_one_that_begins_later() -> No
         assert here.begin(run)[1] == Failure((1,), "closed the pipeline")
 
 
+def test_process_that_closed_is_not_just_ended_to_one_that_heard_of_it_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once it was, while the first to say so was passed on: the second one was no news."""
+    sockets: Any = PlayedSockets(stopped=True)
+    office = Office(sockets, (4, 5, 6), timedelta(seconds=NEVER))
+    office.listen()
+    for run in (Recorder(), Recorder()):
+        office.begin(run)
+    closed, end = (
+        Header(code, 1, times=1, origin=1) for code in (MessageCode.CLOSED, MessageCode.END)
+    )
+    passing_on, goes_on = threading.Event(), threading.Event()
+
+    def tell(*_: Any, **__: Any) -> list[Send]:
+        passing_on.set()
+        goes_on.wait(PATIENCE)
+        return []
+
+    def hear_of_the_close_and_the_end() -> None:
+        office.deliver(1, closed, "")
+        office.deliver(1, end, "")
+        office.on_disconnect(1, ConnectionBroken("closed"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(office.links, "tell", tell)
+        first = threading.Thread(target=office.deliver, args=(2, closed, ""))
+        second = threading.Thread(target=hear_of_the_close_and_the_end)
+        first.start()
+        assert passing_on.wait(PATIENCE)
+        second.start()
+        second.join(0.2)  # as far as it comes
+        goes_on.set()
+        for thread in (first, second):
+            thread.join(PATIENCE)
+
+    assert run.await_failure(PATIENCE) == Failure((1,), "closed the pipeline")
+    sockets.ended.set()
+    office.close()
+
+
 def test_pipeline_that_is_freed_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it did not wait for this thread, so the other processes took its own for lost."""
     place = "lightning_gpipe.core.transport.process_group"
