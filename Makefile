@@ -18,7 +18,7 @@ PYTHON ?= python3
 JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 TOOLS := tests/benchmarks tests/mutation tests/published tests/examples/test_quickstart.py
 TRAINER := tests/lightning tests/strategy tests/checkpoints tests/callbacks tests/commands tests/distributed
-SAMPLED := SAMPLED_CASES=4
+SAMPLED := SAMPLED_CASES=6
 PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
 export PYTHONUTF8 := 1
@@ -79,7 +79,7 @@ test-tools: $(READY)
 	$(BIN)/pytest $(PARALLEL) $(TOOLS)
 
 test-launches: $(READY)
-	$(BIN)/pytest -m launches tests/lightning tests/promises tests/core
+	$(BIN)/pytest -m launches tests/lightning tests/promises tests/core tests/commands
 
 test-integrations: .venv-integrations/.ready
 	.venv-integrations/bin/pytest tests/integrations

@@ -10,8 +10,10 @@ def test_sample() -> None:
     chosen = sample([*MANY, *FEW, "tests/test_a.py::test_one"], 4)
 
     assert len(chosen.intersection(MANY)) == 10
-    assert chosen.issuperset([*FEW, "tests/test_a.py::test_one"])
+    assert len(chosen.intersection(FEW)) == 2
+    assert "tests/test_a.py::test_one" in chosen
     assert sample(reversed(MANY), 4) == chosen.intersection(MANY)
+    assert len(sample(FEW, 4, least=1)) == 1
 
 
 def test_all_cases() -> None:

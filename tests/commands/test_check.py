@@ -225,6 +225,7 @@ def test_configuration(
     assert not list(tmp_path.glob("*/"))
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     "devices, strategy", [(2, {"processes": "per_stage"}), (4, {"replicas": 2})]
 )

@@ -40,14 +40,14 @@ SOAK = settings().max_examples > 1000
 Paths = pytest.TempPathFactory
 
 
-@settings(max_examples=1000 if SOAK else 8)
+@settings(max_examples=1000 if SOAK else settings().max_examples // 7)
 @given(fit=fits())
 def test_drawn_fits(fit: Fit, tmp_path_factory: Paths) -> None:
     compare(fit, tmp_path_factory, partial(run, fit, tmp_path_factory, plain=True))
 
 
 @pytest.mark.filterwarnings("ignore:verified. between a plain run")  # other random numbers
-@settings(max_examples=250 if SOAK else 4)
+@settings(max_examples=250 if SOAK else settings().max_examples // 15)
 @given(
     fit=fits(layers=[*LAYERS, *DRAWING, *DRAWING]),
     mode=st.sampled_from(MODES),
@@ -107,7 +107,7 @@ DIVERGED = Fit(
 
 
 @example(fit=DIVERGED)
-@settings(max_examples=250 if SOAK else 6)
+@settings(max_examples=250 if SOAK else settings().max_examples // 10)
 @given(fit=fits([*OPERATORS, *MIXING, *MIXING], frontends=["loop", "traced"]))
 def test_drawn_fits_that_mix_rows(fit: Fit, tmp_path_factory: Paths) -> None:
     """Are refused, unless they mix rows outside of the pipeline, or by their number only."""

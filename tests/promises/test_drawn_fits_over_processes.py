@@ -157,7 +157,7 @@ TIED = Fit(
 
 
 @example(drawn=(TIED, Place("per_stage", 2), "all"))
-@settings(max_examples=300 if SOAK else 5)
+@settings(max_examples=300 if SOAK else settings().max_examples // 12)
 @given(drawn=placed())
 def test_drawn_fits(
     two_ranks: Pool,
@@ -172,7 +172,7 @@ def test_drawn_fits(
 
 
 @pytest.mark.filterwarnings("ignore:verified. between a plain run")  # other random numbers
-@settings(max_examples=200 if SOAK else 4)
+@settings(max_examples=200 if SOAK else settings().max_examples // 15)
 @given(drawn=placed_as_one())
 def test_drawn_fits_by_micro_batches(
     two_ranks: Pool,
@@ -202,7 +202,7 @@ def check_over_processes(
 SHARDING = [None, "optimizer", "gradients", "parameters"]
 
 
-@settings(max_examples=200 if SOAK else 4)
+@settings(max_examples=200 if SOAK else settings().max_examples // 15)
 @given(drawn=placed(REPLICATED), sharding=st.sampled_from(SHARDING))
 def test_drawn_fits_of_replicas(
     two_ranks: Pool,
