@@ -144,7 +144,8 @@ class GPipeStrategy(ParallelStrategy):
             plain run needs the memory of a whole batch without recomputation. With a loss for each
             micro-batch, the loss and the gradients of the whole batch are compared as well.
             ``"sample"`` compares four rows, unless the model is compiled or in several processes,
-            or the fit is resumed.
+            or the fit is resumed. Either way four rows of the first batch of evaluation are, too,
+            without gradients.
         processes: The processes of a pipeline: ``"single"`` one, which drives all devices with
             threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine. With
             several, each runs the same code on the same batches, which the first one loads, and has

@@ -58,7 +58,12 @@ class UserSteps:
             self._by_micro_batch = MicroBatchSteps(
                 piped.schedule, module, piped.pipeline, verify, in_wrapper
             )
-        self._sampled = verify != "sample" or self._spread or self._by_micro_batch is not None
+        # Whether steps of training, and of evaluation, are to be verified by a few rows.
+        sampled = bool(verify) and not self._spread
+        self._to_sample = {
+            True: sampled and verify == "sample" and self._by_micro_batch is None,
+            False: sampled,
+        }
 
     @property
     def readers(self) -> Collection[int] | None:
@@ -86,7 +91,7 @@ class UserSteps:
             run = partial(check.training, run, automatic=automatic)
         if self._spread:
             run = partial(self._compared, run, training=True)
-        with self._sample():
+        with self._sample(trains=True):
             result = run()
         self._piped.say_ways()
         return result
@@ -99,12 +104,12 @@ class UserSteps:
         with precision.train_step_context():
             return self._in_wrapper(partial(last.run, run, trains=True))
 
-    def _sample(self) -> Manager:
-        """Verify a few rows of the input in the first step of a fit that is not resumed."""
-        if self._sampled or self._module.global_step:
+    def _sample(self, *, trains: bool) -> Manager:
+        """Verify a few rows of the input in the first step of evaluation, and of a new fit."""
+        if not self._to_sample[trains] or (trains and self._module.global_step):
             return NOTHING
-        self._sampled = True
-        verifier = partial(FirstBatchVerifier, sample=True, around=self._module)
+        self._to_sample[trains] = False
+        verifier = partial(FirstBatchVerifier, sample=True, around=self._module, trains=trains)
         begin = partial(verifier, self._piped.modules, report)
         return Bracket(begin, FirstBatchVerifier.remove)
 
@@ -132,7 +137,8 @@ class UserSteps:
             run = partial(check.evaluation, name, run)
         if self._spread:
             run = partial(self._compared, run, training=False)
-        return run()
+        with self._sample(trains=False):
+            return run()
 
 
 class BypassCheck:

@@ -26,8 +26,8 @@ from tests.support.pipes import every_mode, with_and_without_threads
 from tests.support.process import workers
 
 
-def strategy() -> GPipeStrategy:
-    return GPipeStrategy([2, 4], chunks=3)
+def strategy(**options: Any) -> GPipeStrategy:
+    return GPipeStrategy([2, 4], chunks=3, **options)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_predict(tmp_path: Path, model: Classifier, inference_mode: bool) -> Non
         layer.register_forward_hook(lambda *_: seen.add(torch.is_inference_mode_enabled()))
 
     predictions: Any = trainer(
-        tmp_path, strategy(), devices=2, inference_mode=inference_mode
+        tmp_path, strategy(verify=False), devices=2, inference_mode=inference_mode
     ).predict(model, datamodule=Data())
 
     assert [len(batch) for batch in predictions] == [5, 4]

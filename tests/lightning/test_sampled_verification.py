@@ -92,6 +92,53 @@ class Normed(Classifier):
         self.layers[1] = nn.BatchNorm1d(WIDTH).double()
 
 
+NORMS: list[Callable[[], nn.Module]] = [
+    lambda: nn.BatchNorm1d(WIDTH),
+    lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    lambda: parametrized(nn.Linear(WIDTH, WIDTH)),
+    nn.RReLU,
+]
+
+
+def after(model: type[Classifier], norm: Callable[[], nn.Module]) -> Classifier:
+    """The model after a layer whose results depend on the micro-batches, which is known."""
+    built = model()
+    if isinstance(built.layers, Looped):
+        built.layers.blocks[0] = nn.Sequential(built.layers.blocks[0], norm().double())
+    else:
+        built.layers[1] = norm().double()
+    return built
+
+
+class CentredInEvaluation(Classifier):
+    """With a layer that computes across rows when it does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].register_forward_hook(
+            lambda self, args, output: output if self.training else output - output.mean(0)
+        )
+
+
+class TimeFirst(nn.Module):
+    """Returns two points in time, in dim 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x, x + 1])
+
+
+class InTime(Classifier):
+    """Gets the layers' output with its rows in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[5] = TimeFirst()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.layers(x)[-1])
+        return result
+
+
 class Carries(nn.Module):
     """Adds what it had for the rows before, as a recurrent layer that keeps its state does."""
 
@@ -209,6 +256,93 @@ def test_difference_ends_the_fit_before_the_first_step(
     torch.testing.assert_close(dict(built.state_dict()), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in built.parameters())
     trainer(tmp_path, **arguments(verify=False), max_steps=1).fit(model(), Data())
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=["batch", "a hook", "a parametrization", "RReLU"])
+@pytest.mark.parametrize(
+    "model, arguments, message",
+    [
+        (Centring, looped, "must compute what its layers compute"),
+        (Centred, plainly, r"the output of layer 3 \('3', Tanh, stage 1, cpu\) differs"),
+        (Centred, stepped, r"the output of layer 3 \('3', Tanh, stage 1, cpu\) differs"),
+        (Summed, stepped, "It is the sum of theirs"),
+    ],
+    ids=["in a block", "in a layer", "in a layer, 1F1B", "a sum"],
+)
+def test_layer_with_a_known_reason_does_not_hide_others(
+    tmp_path: Path,
+    model: type[Classifier],
+    arguments: Any,
+    message: str,
+    norm: Callable[[], nn.Module],
+) -> None:
+    """Once nothing after the first batch norm was compared, which is most of a U-Net."""
+    built = after(model, norm)
+
+    with pytest.raises(RuntimeError, match=message):
+        trainer(tmp_path, limit_val_batches=0, **arguments()).fit(built, Data())
+
+    assert all(module.training for module in built.modules())
+    trainer(tmp_path, **arguments(verify=False), max_steps=1).fit(after(model, norm), Data())
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("verify", ["sample", True])
+def test_layer_that_computes_across_rows_in_evaluation(
+    tmp_path: Path, verb: str, verify: Any
+) -> None:
+    """Nothing was compared but the first training step."""
+    made = trainer(tmp_path, **plainly(verify=verify))
+
+    with pytest.raises(RuntimeError, match=r"the output of layer 3 \('3', Tanh, stage 1, cpu\)"):
+        getattr(made, verb)(CentredInEvaluation(), Data())
+
+    getattr(trainer(tmp_path, **plainly(verify=False)), verb)(CentredInEvaluation(), Data())
+
+
+@pytest.mark.parametrize("size", [4, 6, 8, 12])
+def test_evaluation_with_a_loss_for_each_micro_batch(tmp_path: Path, size: int) -> None:
+    """In training each micro-batch is one; the outputs in evaluation were put together wrongly."""
+
+    def strategy() -> dict[str, Any]:
+        return {"strategy": GPipeStrategy([2, 2, 2], 2, schedule="1f1b"), "devices": 3}
+
+    loader = DataLoader(rows(size, seed=2), batch_size=size)
+    trainer(tmp_path, max_steps=1, limit_val_batches=0, **strategy()).fit(InTime(), Data())
+
+    with pytest.raises(RuntimeError, match=r"the output of layer 5 .* of shape .* instead of"):
+        trainer(tmp_path, **strategy()).predict(InTime(), loader)
+
+
+@pytest.mark.parametrize("model, arguments", [(Centred, plainly), (Centring, looped)])
+def test_evaluation_computes_no_gradients(
+    tmp_path: Path, model: type[Classifier], arguments: Any
+) -> None:
+    """There may be no memory for those of a model that is not trained."""
+    built = model()
+    for parameter in built.parameters():
+        parameter.register_hook(lambda gradient: pytest.fail("a gradient"))
+
+    with pytest.raises(RuntimeError, match="must compute what its layers compute"):
+        trainer(tmp_path, **arguments()).validate(built, Data())
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_evaluation_is_verified_once(tmp_path: Path, verb: str) -> None:
+    sizes: list[int] = []
+    model = Classifier()
+    model.layers[0].register_forward_hook(
+        lambda layer, args, output: None if layer.training else sizes.append(len(output))
+    )
+
+    def run(**options: Any) -> list[int]:
+        sizes.clear()
+        options["activation_checkpointing"] = "never"
+        getattr(trainer(tmp_path, max_epochs=2, **plainly(**options)), verb)(model, Data())
+        return list(sizes)
+
+    plain = run(verify=False)
+    assert run() == [2, 1, 3, *plain]
 
 
 def test_batch_norm_in_the_pipeline_is_a_known_reason(tmp_path: Path) -> None:

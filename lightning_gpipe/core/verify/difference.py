@@ -17,13 +17,10 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import NamedTuple
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from typing_extensions import override
 
 from lightning_gpipe.core.verify.compare import Deviation, beyond, deviations, same_shapes
+from lightning_gpipe.core.verify.isolation import of_micro_batches
 from lightning_gpipe.core.verify.named_values import (
     BUFFERS,
     GRADIENTS,
@@ -242,13 +239,3 @@ def most_exact(comparisons: Sequence[Comparison]) -> Comparison:
         for kind in kinds
     }
     return min(comparisons, key=order)._replace(compared=compared)
-
-
-def of_micro_batches(module: nn.Module) -> str | None:
-    """Return what makes the results of a module depend on the micro-batches, if that is known."""
-    if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-        return "which normalises by micro-batch"
-    norms = (module, *module._forward_pre_hooks.values())
-    if module.training and any(isinstance(x, _SpectralNorm | SpectralNorm) for x in norms):
-        return "whose power iteration advances with each micro-batch"
-    return None

@@ -7,7 +7,10 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_gpipe.core.faithful import Attributes, Journal, Manager, Write, preserved, together
 from lightning_gpipe.core.pipeline import Pipeline
@@ -35,9 +38,30 @@ def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Man
     return together([preserved(modules, devices, parameters=True), *engines])
 
 
-def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Manager:
-    """Disable the dropouts among ``modules`` in a ``with`` block, so that they draw nothing."""
-    return journal.changed(chain.from_iterable(map(_without_dropout, modules)))
+def by_rows(modules: Iterable[nn.Module], journal: Journal, *, sampled: bool) -> Manager:
+    """Disable the dropouts among ``modules`` in a ``with`` block, so that they draw nothing.
+
+    If ``sampled``, others of PyTorch whose results depend on the micro-batches do as in evaluation,
+    where they do not: they would hide what the layers after them do.
+    """
+    writes = map(_evaluating if sampled else _without_dropout, modules)
+    return journal.changed(chain.from_iterable(writes))
+
+
+def of_micro_batches(module: nn.Module) -> str | None:
+    """Return what makes the results of a module depend on the micro-batches, if that is known."""
+    if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        return "which normalises by micro-batch"
+    norms = (module, *module._forward_pre_hooks.values())
+    if module.training and any(isinstance(x, _SpectralNorm | SpectralNorm) for x in norms):
+        return "whose power iteration advances with each micro-batch"
+    return None
+
+
+def _evaluating(module: nn.Module) -> Iterator[Write]:
+    if isinstance(module, nn.RReLU) or of_micro_batches(module):
+        yield Attributes(module), "training", False
+    yield from _without_dropout(module)
 
 
 def _without_dropout(module: nn.Module) -> Iterator[Write]:

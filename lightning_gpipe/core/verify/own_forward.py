@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import inference_mode
 
 from lightning_gpipe.core.data import change_tensors, collect_loss_terms
 from lightning_gpipe.core.faithful import (
@@ -30,36 +31,51 @@ from lightning_gpipe.core.profile import following
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import Comparison, DifferenceSearch
-from lightning_gpipe.core.verify.isolation import in_chunks, isolated, without_dropout
+from lightning_gpipe.core.verify.isolation import by_rows, in_chunks, isolated, of_micro_batches
 from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, tensors
-from lightning_gpipe.core.verify.runs import Run, copied, few_rows, recorded, results, tolerance_for
+from lightning_gpipe.core.verify.runs import (
+    Run,
+    copied,
+    few_rows,
+    gradients_in,
+    recorded,
+    results,
+    tolerance_for,
+)
 
 _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
 
 @dataclass(eq=False)
 class WholeCall:
-    """A call of a module in whose forward ``piped_modules`` run, with the ``titles`` of layers."""
+    """A call of a module in whose forward ``piped_modules`` run, with the ``titles`` of layers.
+
+    ``chunks`` is in how many micro-batches it was compared.
+    """
 
     module: nn.Module
     piped_modules: Sequence[PipedModule]
     call: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    thin: bool = False  # see gradients_of
+    sampled: bool = False  # of a few rows
 
     def __post_init__(self) -> None:
         self.pipelines = [piped.pipeline for piped in self.piped_modules]
         self._layout = self.pipelines[0].layout
         self.titles: dict[nn.Module, list[str]] = {}
         self._drew = False
+        self.chunks = 1
 
     def __call__(self) -> Any:
         return self.call(*self.args, **self.kwargs)
 
     def sample(self, rows: int) -> WholeCall:
-        args, kwargs = few_rows((self.args, self.kwargs), rows)
-        return replace(self, args=args, kwargs=kwargs, thin=True)
+        # A copy of what was made in inference mode may be used with gradients.
+        with inference_mode(False):
+            few = change_tensors(few_rows((self.args, self.kwargs), rows), torch.clone)
+        args, kwargs = few
+        return replace(self, args=args, kwargs=kwargs, sampled=True)
 
     def record(self, piped: PipedModule, program: Program) -> None:
         named = dict(piped.root.named_modules())
@@ -71,9 +87,10 @@ class WholeCall:
                     self.titles.setdefault(layer, []).append(title)
 
     def compare(self, tolerance: float | None = None, chunks: int = 1) -> Comparison:
-        devices = self._layout.devices
-        with without_checkpointing(), without_dropout(self.module.modules(), self._journal):
-            with self.isolated(), in_chunks(self.pipelines, chunks):
+        devices, modules = self._layout.devices, list(self.module.modules())
+        with without_checkpointing(), by_rows(modules, self._journal, sampled=self.sampled):
+            self.chunks = 1 if any(map(of_micro_batches, modules)) else chunks
+            with self.isolated(), in_chunks(self.pipelines, self.chunks):
                 pipelined = self._run()
             plain = self._own_run(pipelined)
             tolerance = tolerance_for(tolerance, plain, self.module.parameters(), devices)
@@ -114,7 +131,8 @@ class WholeCall:
             latest = of_layer[-len(titles) :]  # if a forward ran twice, those of the second
             units += [*map(inexact, latest), *[None] * (len(titles) - len(latest))]
         devices = self._layout.devices
-        values = results(self.module, devices, outputs.items(), leaves, {}, {}, thin=self.thin)
+        compared = gradients_in(self.module, sampled=self.sampled)
+        values = results(self.module, devices, outputs.items(), leaves, {}, {}, compared)
         return Run(values, units)
 
     def _own_run(self, pipelined: Run, perturb: bool = False) -> Run:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ from lightning_gpipe.core.verify.subject import VerifiedProgram
 SOME = -1  # in the place of the units that drew random numbers, if they are not known
 SAMPLED = 2  # rows of each of two micro-batches
 _THIN = 4096  # elements of a gradient, if it is thin
+Gradients = Literal["all", "thin", "none"]  # that are compared
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None
         mask = {} if by_rows else engine.everywhere(engine.layout.n - 1, compute)
     # Nothing is recorded of the module of a stage, which is never called, and of other processes.
     units = [merged(of_unit) if by_rows and of_unit else None for of_unit in outputs]
-    named = subject.named(output)
-    values = results(subject.module, subject.devices, named, leaves, terms, mask, thin=subject.thin)
+    values = _results_of(subject, output, leaves, terms, mask)
     return Run(values, units, microbatches=m, mask=mask)
 
 
@@ -129,9 +129,27 @@ def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool
         return made
 
     output = subject.walk(x, visit)
-    named = subject.named(output)
-    values = results(subject.module, subject.devices, named, leaves, terms, mask, thin=subject.thin)
+    values = _results_of(subject, output, leaves, terms, mask)
     return Run(values, units, frozenset(drew), term_units=term_units)
+
+
+def _results_of(
+    subject: VerifiedProgram,
+    output: Any,
+    leaves: Mapping[str, Tensor],
+    terms: Mapping[str, Tensor],
+    mask: Mask,
+) -> dict[str, Values]:
+    compared = gradients_in(subject.module, sampled=subject.sampled)
+    named = subject.named(output)
+    return results(subject.module, subject.devices, named, leaves, terms, mask, compared)
+
+
+def gradients_in(module: nn.Module, *, sampled: bool) -> Gradients:
+    """Return which gradients are compared; a sample in evaluation needs no memory for them."""
+    if not sampled:
+        return "all"
+    return "thin" if module.training else "none"
 
 
 def copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -142,12 +160,17 @@ def copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def sample_of(batch: Any, microbatching: MicroBatching) -> Any:
-    """Return the first rows of a batch, or the first of as many micro-batches as have so few."""
+    """Return the first rows of a batch, or the first of as many micro-batches as have so few.
+
+    An even number if possible: outputs of other sizes may raise an error when they are merged.
+    """
     division = microbatching.division([batch])
     if division is None:
         return few_rows(batch, 2 * SAMPLED)
     [rows] = division.sizes
-    return microbatching.split(batch, math.ceil(rows / (2 * SAMPLED)))[0]
+    numbers = [math.ceil(rows / (2 * SAMPLED)), *range(rows // (2 * SAMPLED), 0, -1)]
+    even = (number for number in numbers if math.ceil(rows / number) % 2 == 0)
+    return microbatching.split(batch, next(even, numbers[0]))[0]
 
 
 def few_rows(arguments: Any, rows: int) -> Any:
@@ -183,8 +206,7 @@ def results(
     leaves: Mapping[str, Tensor],
     terms: Mapping[str, Tensor],
     mask: Mask,
-    *,
-    thin: bool = False,
+    compared: Gradients,
 ) -> dict[str, Values]:
     """Return the values of all kinds after a forward of a module on some devices."""
     roots: dict[str, Tensor] = {}
@@ -192,7 +214,7 @@ def results(
     for path, leaf in output:
         if isinstance(leaf, Tensor):
             outputs[path] = on_cpu(leaf)
-            if leaf.requires_grad:
+            if leaf.requires_grad and compared != "none":
                 roots[path] = leaf
         elif isinstance(leaf, bool | int | float):
             outputs[path] = torch.tensor(leaf, dtype=torch.float64, device="cpu")
@@ -200,6 +222,7 @@ def results(
     parameters = {name: p for name, p in named if p.requires_grad and not p.is_meta}
     sources = [*parameters.values(), *leaves.values()]
     cotangents = _cotangents(roots, mask)
+    thin = compared == "thin"
     gradients = gradients_of(list(roots.values()), sources, cotangents, devices, thin=thin)
     return {
         OUTPUT: masked(outputs, mask),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,11 +29,14 @@ from lightning_gpipe.core.layout import holders, is_generator
 from lightning_gpipe.core.pipeline import GPipe, StepSchedule
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.verify.compare import perturbed
-from lightning_gpipe.core.verify.difference import (
-    DifferenceSearch,
+from lightning_gpipe.core.verify.difference import DifferenceSearch
+from lightning_gpipe.core.verify.isolation import (
+    by_rows,
+    exclusive,
+    in_chunks,
+    isolated,
     of_micro_batches,
 )
-from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
 from lightning_gpipe.core.verify.runs import Run, gradients_of, sample_of, tolerance_for
@@ -51,7 +54,6 @@ def verify_step(
     around: nn.Module | None = None,
     scale: float | Tensor = 1.0,
     tolerance: float | None = None,
-    layers: bool = True,
 ) -> StepParity | None:
     """Compare a step on a batch with the same step for each micro-batch, before training.
 
@@ -74,20 +76,45 @@ def verify_step(
         around: A module with all that the step uses besides the model; None if there is nothing.
         scale: The factor of gradients while they are computed.
         tolerance: As for :func:`~lightning_gpipe.verify`.
-        layers: Whether to verify the layers of each pipeline, too; without, they run on the whole
-            batch at once, and only some elements of each gradient are compared.
 
     Returns:
         The results for the layers and for the loss; None if the step skips the batch.
     """
-    runs = StepRuns(pipeline, step, batch, around, scale, thin=not layers)
+    return _verified(StepRuns(pipeline, step, batch, around, scale), schedule, tolerance)
+
+
+def verify_step_sample(
+    pipeline: GPipe,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    schedule: StepSchedule,
+    around: nn.Module | None = None,
+    scale: float | Tensor = 1.0,
+) -> StepParity | None:
+    """Verify a step on a few rows of a batch; return None unless there surely is a fault."""
+    if pipeline.only.chunks == 1:
+        return None
+    with in_chunks([pipeline.only], 2), suppress(Exception):
+        few = sample_of(batch, pipeline.only.microbatching)
+        runs = StepRuns(pipeline, step, few, around, scale, sampled=True, layers=False)
+        parity = _verified(runs, schedule)
+        if parity is not None and parity.loss.surely_faulty:
+            return _verified(replace(runs, layers=True), schedule)
+    return None
+
+
+def _verified(
+    runs: StepRuns, schedule: StepSchedule, tolerance: float | None = None
+) -> StepParity | None:
+    pipeline = runs.pipeline
     parities: list[Parity] = []
     # Not the pipeline's journal: a call of the pipeline resets that.
-    with exclusive([pipeline.only]), without_dropout(runs.modules, Journal()):
+    with exclusive([pipeline.only]), by_rows(runs.modules, Journal(), sampled=runs.sampled):
         pieces = runs.by_micro_batch(schedule)
         if not runs.losses:
             return None
-        whole = runs.whole(parities=parities if layers else None)
+        whole = runs.whole(parities=parities if runs.layers else None)
         tolerance = tolerance_for(tolerance, whole, runs.parameters.values(), runs.devices)
         value = whole.values[LOSS][""]
         assert value is not None, "the step does not skip the batch"
@@ -106,20 +133,6 @@ def verify_step(
     return StepParity(tuple(parities), loss_parity)
 
 
-def verify_step_sample(
-    pipeline: GPipe, step: Callable[[Any], Any], batch: Any, **arguments: Any
-) -> StepParity | None:
-    """Verify a step on a few rows of a batch; return None unless there surely is a fault."""
-    if pipeline.only.chunks == 1:
-        return None
-    with in_chunks([pipeline.only], 2), suppress(Exception):
-        few = sample_of(batch, pipeline.only.microbatching)
-        parity = verify_step(pipeline, step, few, layers=False, **arguments)
-        if parity is not None and parity.loss.surely_faulty:
-            return verify_step(pipeline, step, few, **arguments)
-    return None
-
-
 @dataclass(eq=False)
 class StepRuns:
     """Runs of one step on one batch, each from the same state.
@@ -134,7 +147,8 @@ class StepRuns:
     batch: Any
     around: nn.Module | None
     scale: float | Tensor
-    thin: bool
+    sampled: bool = False  # of a few rows
+    layers: bool = True  # to be verified, too; without, they run on the whole batch at once
 
     def __post_init__(self) -> None:
         models = nn.ModuleList(x for x in (self.around, self.pipeline) if x is not None)
@@ -169,7 +183,7 @@ class StepRuns:
     def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
         """Run the step on the whole batch; verify the layers for a list of ``parities``."""
         with isolated(self.modules, [self.pipeline.only]), ExitStack() as stack:
-            if self.thin:
+            if not self.layers:
                 stack.enter_context(in_chunks([self.pipeline.only], 1))
             if parities is not None:
                 verifier = FirstBatchVerifier(self.pipeline.piped_modules, parities.append)
@@ -189,7 +203,7 @@ class StepRuns:
 
         Verified layers run in micro-batches both ways, of the same rows if these are equally many.
         """
-        stages = self.pipeline.stages if self._even and not self.thin else ()
+        stages = self.pipeline.stages if self._even and self.layers else ()
         same = {module for stage in stages for module in stage.modules}
         reasons = [
             f"{name!r} is a {type(module).__name__}, {way}"
@@ -231,7 +245,7 @@ class StepRuns:
         roots = [loss] if loss.requires_grad else []
         sources = list(self.parameters.values())
         seeds = [seed.expand_as(loss)]
-        gradients = gradients_of(roots, sources, seeds, self.devices, thin=self.thin)
+        gradients = gradients_of(roots, sources, seeds, self.devices, thin=self.sampled)
         scale = float(seed)
         scaled = [None if gradient is None else gradient / scale for gradient in gradients]
         values = dict(zip(self.parameters, scaled, strict=True))

@@ -32,7 +32,7 @@ class VerifiedUnit(NamedTuple):
 class VerifiedProgram:
     """A pipeline and a program of it, in units: layers of an nn.Sequential, or stages.
 
-    If ``thin``, only some elements of each gradient are compared, and outputs that may have one.
+    If ``sampled``, only outputs that may have a gradient are compared, and less of gradients.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class VerifiedProgram:
         program: Program,
         sequential: nn.Module | None = None,
         *,
-        thin: bool = False,
+        sampled: bool = False,
     ) -> None:
         layout = pipeline.layout
-        self.pipeline, self.thin = pipeline, thin
+        self.pipeline, self.sampled = pipeline, sampled
         self.devices = layout.devices_here
         self._program = program
         if sequential is not None:
@@ -53,6 +53,7 @@ class VerifiedProgram:
             self._by_unit = chain([(unit.module, unit.title)] for unit in self.units)
         else:
             self.kind, self.module = "stage", nn.Module()
+            self.module.training = any(layer.training for layer in layout.layers)
             self.units = [_stage(layout, j) for j in range(layout.n)]
             self.module._modules.update({unit.name: unit.module for unit in self.units})
             self._by_unit = program
@@ -64,7 +65,7 @@ class VerifiedProgram:
     def named(self, output: Any) -> list[tuple[str, Any]]:
         """Return the leaves of an output that are compared, and their paths."""
         leaves = named_leaves(output)
-        return [(path, x) for path, x in leaves if not self.thin or requires_grad(x)]
+        return [(path, x) for path, x in leaves if not self.sampled or requires_grad(x)]
 
     def walk(self, input: Any, visit: Visit) -> Any:
         stages = [self.pipeline.stages[unit.stage] for unit in self.units]

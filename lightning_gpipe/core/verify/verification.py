@@ -12,8 +12,8 @@ plain layers run a second time: a layer that does not repeat what it computes is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import inference_mode  # not the one that Lightning may replace
 
 from lightning_gpipe.core.faithful import (
     NOTHING,
@@ -38,9 +39,8 @@ from lightning_gpipe.core.verify.difference import (
     Rerun,
     UnitSearch,
     most_exact,
-    of_micro_batches,
 )
-from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
+from lightning_gpipe.core.verify.isolation import by_rows, exclusive, in_chunks, isolated
 from lightning_gpipe.core.verify.named_values import unpacked
 from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
@@ -113,7 +113,9 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
         if not (piped.frontend.takes_batch or piped.pipeline.layout.spread):
             call.record(piped, program)
         if piped not in parities:
-            parities[piped] = verify_run(piped, program, values, tolerance=tolerance)
+            parities[piped] = verify_run(
+                piped, program, values, tolerance=tolerance, sampled=call.sampled
+            )
         if len(parities) == len(call.piped_modules) and not call.titles:
             raise _AllVerified
 
@@ -138,14 +140,15 @@ def verify_sample(call: WholeCall) -> Parity | None:
     Returns None unless there surely is a fault.
     """
     call = call.sample(2 * SAMPLED)
-    by_batch = any(map(of_micro_batches, call.module.modules()))
-    single = by_batch or all(pipeline.chunks == 1 for pipeline in call.pipelines)
+    chunks = min(2, max(pipeline.chunks for pipeline in call.pipelines))
     with exclusive(call.pipelines), in_chunks(call.pipelines, 2), suppress(Exception):
-        comparison = call.compare(chunks=1 if single else 2)
-        sampled = Parity(2, *comparison, of_programs=True)
+        comparison = call.compare(chunks=chunks)
+        sampled = Parity(call.chunks, *comparison, of_programs=call.chunks == 1)
         if sampled.surely_faulty:
-            parity = verify_call(call)
-            return parity if parity is not None and parity.faulty else sampled
+            with suppress(Exception), _gradients():
+                parity = verify_call(call)
+                return parity if parity is not None and parity.faulty else sampled
+            return sampled
     return None
 
 
@@ -154,11 +157,16 @@ class _AllVerified(BaseException):
 
 
 def verify_run(
-    piped: PipedModule, program: Program, values: Sequence[Any], *, tolerance: float | None = None
+    piped: PipedModule,
+    program: Program,
+    values: Sequence[Any],
+    *,
+    tolerance: float | None = None,
+    sampled: bool = False,
 ) -> Parity:
     """Verify one run of a module that runs as a pipeline, with these values as inputs."""
     layers = piped.module if piped.frontend.takes_batch else None
-    subject = VerifiedProgram(piped.pipeline, program, layers)
+    subject = VerifiedProgram(piped.pipeline, program, layers, sampled=sampled)
     return verify_program(subject, unpacked(values), tolerance)
 
 
@@ -171,8 +179,8 @@ def verify_run_sample(piped: PipedModule, program: Program, values: Sequence[Any
     if pipeline.chunks == 1:
         return None
     with in_chunks([pipeline], 2), suppress(Exception):
-        few = sample_of(unpacked(values), pipeline.microbatching)
-        parity = verify_program(VerifiedProgram(pipeline, program, piped.module, thin=True), few)
+        few = sample_of(values, pipeline.microbatching)
+        parity = verify_run(piped, program, few, sampled=True)
         difference = parity.difference
         # Outputs without dims are stacked, which a warning tells.
         if parity.surely_faulty and difference and not difference.deviation.of_a_number:
@@ -192,7 +200,7 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
     with (
         exclusive([pipeline]),
         without_checkpointing(),
-        without_dropout(module.modules(), pipeline.patches),
+        by_rows(module.modules(), pipeline.patches, sampled=subject.sampled),
     ):
         with isolated(module.modules(), [pipeline]):
             pipelined = run_pipelined(subject, input)
@@ -223,6 +231,7 @@ def compare_everywhere(
 class FirstBatchVerifier:
     """Verifies the first run of each pipeline of a model, in training mode with gradients.
 
+    If not ``trains``, the first one in evaluation mode, with gradients or without.
     A module whose forward makes the programs is verified with its whole call, if it is called; not
     where another module loops over its blocks. ``sample``: verify a few rows of an nn.Sequential's
     input, or of a whole call, and give ``on_result`` only differences; what hooks on layers leave
@@ -236,8 +245,10 @@ class FirstBatchVerifier:
         *,
         sample: bool = False,
         around: nn.Module | None = None,
+        trains: bool = True,
     ) -> None:
         self._modules = modules
+        self._trains = trains
         self._on_result = on_result
         self._sample = sample
         self._around = around
@@ -248,15 +259,19 @@ class FirstBatchVerifier:
             for owner in dict.fromkeys(frontend.owner for frontend in frontends)
         }
         self._forwards = {owner: vars(owner).get("forward") for owner in self._handles}
-        for piped in modules:
-            if piped.frontend.takes_batch or not sample:
-                piped.check = self._before_run
+        checked = [piped for piped in modules if piped.frontend.takes_batch or not sample]
+        self._checks = Journal()  # there may be others before and after, of another mode
+        self._checks.write((Attributes(piped), "check", self._before_run) for piped in checked)
 
     def remove(self) -> None:
         for handle in self._handles.values():
             handle.remove()
-        for piped in self._modules:
-            piped.check = None
+        self._checks.undo()
+
+    def _concerns(self, module: nn.Module) -> bool:
+        if self._trains:
+            return module.training and torch.is_grad_enabled()
+        return not module.training
 
     def _isolated(self) -> Manager:
         if self._around is None:
@@ -271,7 +286,7 @@ class FirstBatchVerifier:
         new = [piped for piped in of_owner if piped not in self._done]
         if any(piped.pipeline.engine.synchronises for piped in new):
             return  # its own forward cannot normalise by the rows of all replicas
-        if not new or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
+        if not new or not self._concerns(owner) or is_traced((args, kwargs), owner.parameters()):
             return
         self._done.update(new)
         run = partial(_forward_of, owner)  # installed or not, whichever it is by then
@@ -287,18 +302,21 @@ class FirstBatchVerifier:
     def _before_run(
         self, piped: PipedModule, program: Program, values: Sequence[Any], *_: Any
     ) -> None:
-        if piped not in self._done and _trains(piped.module):
+        if piped not in self._done and self._concerns(piped.module):
             self._done.add(piped)
             verify = verify_run_sample if self._sample else verify_run
-            with self._isolated():
+            with self._isolated(), _gradients():
                 parity = verify(piped, program, values)
             if parity is not None:
                 self._on_result(parity)
 
 
+@contextmanager
+def _gradients() -> Iterator[None]:
+    """Compute gradients in evaluation, too: outputs that may have one are compared."""
+    with inference_mode(False), torch.enable_grad():
+        yield
+
+
 def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
-
-
-def _trains(module: nn.Module) -> bool:
-    return module.training and torch.is_grad_enabled()

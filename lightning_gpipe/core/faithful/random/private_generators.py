@@ -157,6 +157,7 @@ class _RedirectedDraws(TorchDispatchMode):
         return self._generators[device]
 
 
+_SWITCHES = ("dropout_p", "train", "training")  # arguments without which an operator draws nothing
 _WELL_TAGGED = ("aten", "prims")  # the namespaces whose operators are tagged if they draw
 
 
@@ -214,11 +215,13 @@ def _takes_generator(func: Any) -> bool:
 
 
 def _draws_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return False for attention kernels, which are tagged as drawing, without dropout."""
+    """Return False for operators that are tagged as drawing, such as attention, without dropout."""
     for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            p = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-            return bool(p > 0)
+        if argument.name in _SWITCHES:
+            by_name = kwargs.get(argument.name, argument.default_value)
+            value = args[position] if position < len(args) else by_name
+            if value is not None and not value:
+                return False
     return True
 
 

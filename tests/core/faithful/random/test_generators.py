@@ -201,9 +201,11 @@ def test_gradient_of_dropout_belongs_to_its_mask() -> None:
     [
         lambda: attention(0.0),
         lambda: F.dropout(torch.ones(4), training=False),
+        lambda: F.rrelu(torch.ones(4), training=False),
+        lambda: F.rrelu_(torch.ones(4)),
         lambda: torch.ones(2, 2) @ torch.ones(2, 2),
     ],
-    ids=["attention", "dropout", "product"],
+    ids=["attention", "dropout", "rrelu", "rrelu in place", "product"],
 )
 def test_operators_that_draw_nothing_now(quiet: Callable[[], Tensor]) -> None:
     private = streams()
