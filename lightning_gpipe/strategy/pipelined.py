@@ -282,3 +282,4 @@ def report(verdict: Verdict) -> None:
         add_note(error, _UNVERIFIED)
         raise
     (rank_zero_info if verdict.difference is None else rank_zero_warn)(str(verdict))
+    verdict.warn_of_kept()

@@ -33,19 +33,19 @@ class Counting(nn.Tanh):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[int, int] = {}
+        self._seen: dict[int, int] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(x)
-        self.seen[len(x)] = self.seen.get(len(x), 0) + 1
+        self._seen[len(x)] = self._seen.get(len(x), 0) + 1
         return super().forward(x)
 
     def get_extra_state(self) -> dict[int, int]:
-        return dict(self.seen)
+        return dict(self._seen)
 
     def set_extra_state(self, state: dict[int, int]) -> None:
-        self.seen = dict(state)
+        self._seen = dict(state)
 
 
 class Counted(Classifier):

@@ -139,6 +139,33 @@ class InTime(Classifier):
         return result
 
 
+class Routes(nn.Module):
+    """Keeps its load, which a training step may log, and what is the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats: dict[str, Any] = {}
+        self.options = {"of": WIDTH}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.load = x.detach().mean(0)
+        self.stats["spread"] = x.detach().std().item()
+        self.width = x.shape[1]
+        self.mask = torch.ones(self.width, self.width).tril()
+        self._last = x.detach()
+        return x + 0
+
+
+class Counts(nn.Module):
+    """Counts how often it has run."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 0
+
+
 class Carries(nn.Module):
     """Adds what it had for the rows before, as a recurrent layer that keeps its state does."""
 
@@ -347,6 +374,29 @@ def test_evaluation_is_verified_once(tmp_path: Path, verb: str) -> None:
 
 def test_batch_norm_in_the_pipeline_is_a_known_reason(tmp_path: Path) -> None:
     trainer(tmp_path, **stepped(), max_steps=1).fit(Normed(), Data())
+
+
+@pytest.mark.parametrize("arguments", [looped, plainly, stepped])
+@pytest.mark.parametrize("verify", ["sample", True])
+@pytest.mark.parametrize(
+    "layer, names",
+    [(Routes, [".stats['spread']", ".load"]), (Counts, [".calls"])],
+    ids=["routes", "counts"],
+)
+def test_value_that_a_layer_keeps(
+    tmp_path: Path, arguments: Any, verify: Any, layer: type[nn.Module], names: list[str]
+) -> None:
+    """That of the last micro-batch was read in place of that of the batch, silently."""
+    model = after(Model if arguments is looped else Classifier, layer)
+
+    with pytest.warns(UserWarning, match="must be read by that layer only") as warned:
+        trainer(tmp_path, max_steps=1, limit_val_batches=0, **arguments(verify=verify)).fit(
+            model, Data()
+        )
+
+    [text] = {str(each.message) for each in warned if "read by that layer" in str(each.message)}
+    found = text.partition("another in ")[2].partition(", most often")[0]
+    assert [name.rpartition("1")[2].strip("'\"") for name in found.split(", ")] == names
 
 
 class Counting(Classifier):

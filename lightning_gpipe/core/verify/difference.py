@@ -72,6 +72,7 @@ class Comparison(NamedTuple):
     tolerance: float  # the largest relative deviation by rounding
     difference: Difference | None  # the first value that deviates by more
     unrepeatable: Difference | None  # the first that does so between two plain runs
+    kept: Sequence[str] = ()  # the attributes of layers that differ, by name
 
 
 @dataclass(eq=False)
@@ -93,7 +94,8 @@ class DifferenceSearch:
         compared = {
             kind: deviations(values, other.values[kind]) for kind, values in plain.values.items()
         }
-        return Comparison(compared, self.tolerance, difference, unrepeatable)
+        kept = [deviation.name for deviation in beyond(plain.kept, other.kept, self.tolerance)]
+        return Comparison(compared, self.tolerance, difference, unrepeatable, kept)
 
     def first(self, plain: Run, other: Run, perturbed: Run | None = None) -> Difference | None:
         differing = self._kind(plain, other, perturbed)
@@ -238,4 +240,5 @@ def most_exact(comparisons: Sequence[Comparison]) -> Comparison:
         kind: list({x.name: x for each in comparisons for x in each.compared[kind]}.values())
         for kind in kinds
     }
-    return min(comparisons, key=order)._replace(compared=compared)
+    kept = sorted({name for each in comparisons for name in each.kept})
+    return min(comparisons, key=order)._replace(compared=compared, kept=kept)

@@ -5,13 +5,21 @@ There they use no memory of devices, layers cannot edit them, and reading waits 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_gpipe.core.data import MicroBatching, Rows, change_tensors, named_leaves
+from lightning_gpipe.core.data import (
+    MicroBatching,
+    Rows,
+    change_tensors,
+    named_leaves,
+    requires_grad,
+)
+from lightning_gpipe.core.faithful import Changes
+from lightning_gpipe.core.layout import holders
 
 # The values that a pipeline must compute, in the order in which differences are searched.
 OUTPUT, GRADIENTS, BUFFERS = "output", "gradients", "buffers"
@@ -51,6 +59,27 @@ def merged(outputs: Sequence[Any]) -> Values | None:
         return {path: Rows().merge([group[path] for group in groups], None) for path in groups[0]}
     except (ValueError, RuntimeError):
         return None
+
+
+def kept_values(changes: Changes, named: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
+    """Return copies of the tensors and numbers in attributes of modules that have changed.
+
+    Those whose names begin with an underscore are for the layer itself, lists get more, and a graph
+    is watched for itself.
+    """
+    changed = changes.slots
+    found: dict[str, Tensor] = {}
+    for path, module in named:
+        for holder in holders([module]):
+            for name, value in holder.held.items():
+                if holder.slot(name) not in changed or name.startswith("_"):
+                    continue
+                items = value.items() if isinstance(value, dict) else [("", value)]
+                for key, item in items:
+                    if isinstance(item, Tensor | int | float) and not requires_grad(item):
+                        where = f"{path}.{holder.prefix}{name}" + f"[{key!r}]" * bool(key)
+                        found[where] = on_cpu(torch.as_tensor(item))
+    return found
 
 
 def computed(microbatching: MicroBatching, outputs: Sequence[Any], batch: Any) -> Mask:

@@ -20,6 +20,7 @@ from torch.autograd.grad_mode import inference_mode
 
 from lightning_gpipe.core.data import change_tensors, collect_loss_terms
 from lightning_gpipe.core.faithful import (
+    Changes,
     Journal,
     Manager,
     RandomState,
@@ -32,7 +33,7 @@ from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import Comparison, DifferenceSearch
 from lightning_gpipe.core.verify.isolation import by_rows, in_chunks, isolated, of_micro_batches
-from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, tensors
+from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, kept_values, tensors
 from lightning_gpipe.core.verify.runs import (
     Run,
     copied,
@@ -121,6 +122,9 @@ class WholeCall:
             arguments = change_tensors(arguments, lambda x: x.to(self._layout.outside))
         args, kwargs = arguments
         before = RandomState.capture(self._layout.devices)
+        layers = {x for pipeline in self.pipelines for y in pipeline.stages for x in y.modules}
+        named = [(name, x) for name, x in self.module.named_modules() if x in layers]
+        changes = Changes(layers)
         with recorded(self.titles) as calls, collect_loss_terms():
             outputs = tensors(self.call(*args, **kwargs))
         self._drew = bool(before.differences())
@@ -133,7 +137,7 @@ class WholeCall:
         devices = self._layout.devices
         compared = gradients_in(self.module, sampled=self.sampled)
         values = results(self.module, devices, outputs.items(), leaves, {}, {}, compared)
-        return Run(values, units)
+        return Run(values, units, kept=kept_values(changes, named))
 
     def _own_run(self, pipelined: Run, perturb: bool = False) -> Run:
         with self.isolated(), ExitStack() as stack:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -44,6 +45,12 @@ _OF_STATE = (
     "The step changes {}, of which each micro-batch finds what the last one left: if the loss "
     "depends on it, write schedule='fill_drain'. "
 )
+_KEPT = (
+    "a value that a layer keeps in an attribute must be read by that layer only: a mini-batch in "
+    "micro-batches leaves another in {}, most often that of the last one. Return it with the "
+    "output of the layer, or hand it out by loss_term(), from lightning_gpipe. Nothing is wrong if "
+    "nobody reads it; attributes whose names begin with an underscore are not compared."
+)
 _NAMES = 8
 _REPEAT = (
     "The results depend on what an earlier run left elsewhere than in buffers, attributes and "
@@ -61,6 +68,12 @@ class Verdict(ABC):
     tolerance: float
     difference: Difference | None
     unrepeatable: Difference | None = None
+    kept: Sequence[str] = ()
+
+    def warn_of_kept(self) -> None:
+        """Warn of values in attributes of layers, which somebody may read."""
+        if self.kept:
+            warnings.warn(_KEPT.format(", ".join(map(repr, self.kept[:_NAMES]))), stacklevel=2)
 
     @property
     def explained(self) -> bool:
@@ -124,6 +137,7 @@ class Parity(Verdict):
         difference: The first value that deviates by more, or None.
         unrepeatable: The first value that deviates by more between two plain runs, or None. Then
             nothing can be said about a difference.
+        kept: The attributes of layers that were left with other values.
         of_programs: Whether the pipeline, with mini-batches in one piece, has also been compared
             with the model's own forward; a difference is of that then.
     """
@@ -153,8 +167,8 @@ class LossParity(Verdict):
     """The result of comparing the losses of micro-batches with that of the batch, with gradients.
 
     Attributes:
-        microbatches, compared, tolerance, difference, unrepeatable: As of :class:`Parity`; the
-            kinds are "loss" and "gradients".
+        microbatches, compared, tolerance, difference, unrepeatable, kept: As of :class:`Parity`;
+            the kinds are "loss" and "gradients".
         summed: Whether the loss of the batch is the sum of the others.
         weighted: Whether the step says the weight of each loss.
         changed: The names of attributes and buffers around the layers that the step changes.

@@ -64,11 +64,13 @@ class Run:
     term_units: Mapping[str, Sequence[int]] = field(default_factory=dict)
     microbatches: int = 1
     mask: Mask = field(default_factory=dict)  # the elements of the output that are compared
+    kept: Values = field(default_factory=dict)  # what the layers have left in attributes
 
 
 def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None) -> Run:
     """Run the program in micro-batches; its ``mask`` is computed unless there is one."""
     x, leaves = copied(input)
+    kept = subject.kept()
     with recorded(unit.module for unit in subject.units) as outputs, collect_loss_terms() as terms:
         output = subject.run(x)
     engine, timeline = subject.pipeline.engine, subject.pipeline.engine.timeline
@@ -83,7 +85,7 @@ def run_pipelined(subject: VerifiedProgram, input: Any, mask: Mask | None = None
     # Nothing is recorded of the module of a stage, which is never called, and of other processes.
     units = [merged(of_unit) if by_rows and of_unit else None for of_unit in outputs]
     values = _results_of(subject, output, leaves, terms, mask)
-    return Run(values, units, microbatches=m, mask=mask)
+    return Run(values, units, microbatches=m, mask=mask, kept=kept())
 
 
 def run_together(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool = False) -> Run:
@@ -106,6 +108,7 @@ def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool
     drew = set()
     terms: dict[str, Tensor] = {}
     term_units: dict[str, list[int]] = {}
+    kept = subject.kept()
 
     def visit(k: int, run: Callable[[Any], Any], needed: Mapping[int, Any]) -> Mapping[int, Any]:
         before = RandomState.capture([subject.device_of(k)])
@@ -130,7 +133,7 @@ def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool
 
     output = subject.walk(x, visit)
     values = _results_of(subject, output, leaves, terms, mask)
-    return Run(values, units, frozenset(drew), term_units=term_units)
+    return Run(values, units, frozenset(drew), term_units=term_units, kept=kept())
 
 
 def _results_of(

@@ -37,7 +37,7 @@ from lightning_gpipe.core.verify.isolation import (
     isolated,
     of_micro_batches,
 )
-from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
+from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, kept_values, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
 from lightning_gpipe.core.verify.runs import Run, gradients_of, sample_of, tolerance_for
 from lightning_gpipe.core.verify.verification import FirstBatchVerifier, compare_everywhere
@@ -95,12 +95,15 @@ def verify_step_sample(
     """Verify a step on a few rows of a batch; return None unless there surely is a fault."""
     if pipeline.only.chunks == 1:
         return None
+    parity: StepParity | None = None
     with in_chunks([pipeline.only], 2), suppress(Exception):
         few = sample_of(batch, pipeline.only.microbatching)
         runs = StepRuns(pipeline, step, few, around, scale, sampled=True, layers=False)
         parity = _verified(runs, schedule)
         if parity is not None and parity.loss.surely_faulty:
             return _verified(replace(runs, layers=True), schedule)
+    if parity is not None:
+        parity.loss.warn_of_kept()
     return None
 
 
@@ -162,6 +165,7 @@ class StepRuns:
                 unique = f"{name} of the pipeline" if name in self.parameters else name
                 self.parameters[unique] = parameter
         self.devices = self.pipeline.layout.devices
+        self._layers = {x for stage in self.pipeline.stages for x in stage.modules}
         self.losses: list[float] = []
         self.weighted = False
         self.changed: list[str] = []
@@ -171,6 +175,7 @@ class StepRuns:
     def by_micro_batch(self, schedule: StepSchedule) -> Run:
         unread = Journal().changed([(Attributes(self.pipeline.only), "reads_losses", False)])
         with isolated(self.modules, [self.pipeline.only]), unread:
+            changes = Changes(self._layers)
             outcome = self.pipeline.by_micro_batch(
                 self.step, self._copy(), schedule=schedule, around=self.around, scale=self.scale
             )
@@ -178,7 +183,7 @@ class StepRuns:
             self.losses = [float(loss) for loss, _ in losses_and_weights if loss is not None]
             self.weighted = losses_and_weights[0][1] is not None
             self._even = outcome.rows is not None and len(set(outcome.rows)) == 1
-            return self._run(outcome.loss)
+            return self._run(outcome.loss, changes)
 
     def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
         """Run the step on the whole batch; verify the layers for a list of ``parities``."""
@@ -191,10 +196,10 @@ class StepRuns:
             if perturb:
                 stack.enter_context(perturbed(self.pipeline))
             before = RandomState.capture(self.devices)
-            changed = self._changes()
+            changes, changed = Changes(self._layers), self._changes()
             loss, _ = loss_and_weight(self.step(self._copy()))
             self.changed = changed()
-            run = self._run(loss)
+            run = self._run(loss, changes)
             self._drew = bool(before.differences())
             return run
 
@@ -203,8 +208,7 @@ class StepRuns:
 
         Verified layers run in micro-batches both ways, of the same rows if these are equally many.
         """
-        stages = self.pipeline.stages if self._even and self.layers else ()
-        same = {module for stage in stages for module in stage.modules}
+        same = self._layers if self._even and self.layers else ()
         reasons = [
             f"{name!r} is a {type(module).__name__}, {way}"
             for name, module in self._names
@@ -214,9 +218,8 @@ class StepRuns:
 
     def _changes(self) -> Callable[[], list[str]]:
         """Return a function that returns what has changed around the layers since, by name."""
-        layers = {module for stage in self.pipeline.stages for module in stage.modules}
         names = {module: f"{name}." if name else "" for name, module in self._names}
-        outside = [module for module in names if module not in layers]
+        outside = [module for module in names if module not in self._layers]
         owners = () if self.around is None else (self.around,)
         changes = Changes(owners, buffers_of=outside)
         held = [
@@ -237,7 +240,7 @@ class StepRuns:
     def _copy(self) -> Any:
         return change_tensors(self.batch, torch.clone)
 
-    def _run(self, loss: Tensor | None) -> Run:
+    def _run(self, loss: Tensor | None, changes: Changes) -> Run:
         """Return the loss, and the gradients of all parameters, which are not accumulated."""
         if loss is None:
             return Run({LOSS: {}, GRADIENTS: {}})
@@ -249,4 +252,6 @@ class StepRuns:
         scale = float(seed)
         scaled = [None if gradient is None else gradient / scale for gradient in gradients]
         values = dict(zip(self.parameters, scaled, strict=True))
-        return Run({LOSS: {"": on_cpu(loss)}, GRADIENTS: values})
+        layers = [(name, module) for name, module in self._names if module in self._layers]
+        kept = kept_values(changes, layers)
+        return Run({LOSS: {"": on_cpu(loss)}, GRADIENTS: values}, kept=kept)

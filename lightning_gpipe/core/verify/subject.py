@@ -6,18 +6,20 @@ and the steps of any other program stage by stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_gpipe.core.data import named_leaves, requires_grad
+from lightning_gpipe.core.faithful import Changes
 from lightning_gpipe.core.layout import Layout, layers_of, stages_of_layers
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.profile import Visit, walk_program
 from lightning_gpipe.core.programs import Program, chain
-from lightning_gpipe.core.verify.named_values import unpacked
+from lightning_gpipe.core.verify.named_values import Values, kept_values, unpacked
 
 
 class VerifiedUnit(NamedTuple):
@@ -66,6 +68,11 @@ class VerifiedProgram:
         """Return the leaves of an output that are compared, and their paths."""
         leaves = named_leaves(output)
         return [(path, x) for path, x in leaves if not self.sampled or requires_grad(x)]
+
+    def kept(self) -> Callable[[], Values]:
+        """Return a function that returns what the layers have left in attributes since."""
+        changes = Changes(self.module.modules())
+        return partial(kept_values, changes, [*self.module.named_modules()])
 
     def walk(self, input: Any, visit: Visit) -> Any:
         stages = [self.pipeline.stages[unit.stage] for unit in self.units]

@@ -141,15 +141,16 @@ def verify_sample(call: WholeCall) -> Parity | None:
     """
     call = call.sample(2 * SAMPLED)
     chunks = min(2, max(pipeline.chunks for pipeline in call.pipelines))
+    sampled: Parity | None = None
     with exclusive(call.pipelines), in_chunks(call.pipelines, 2), suppress(Exception):
         comparison = call.compare(chunks=chunks)
         sampled = Parity(call.chunks, *comparison, of_programs=call.chunks == 1)
         if sampled.surely_faulty:
-            with suppress(Exception), _gradients():
+            with _gradients():
                 parity = verify_call(call)
-                return parity if parity is not None and parity.faulty else sampled
-            return sampled
-    return None
+            if parity is not None and parity.faulty:
+                sampled = parity
+    return _if_faulty(sampled)
 
 
 class _AllVerified(BaseException):
@@ -178,13 +179,21 @@ def verify_run_sample(piped: PipedModule, program: Program, values: Sequence[Any
     pipeline = piped.pipeline
     if pipeline.chunks == 1:
         return None
+    parity: Parity | None = None
     with in_chunks([pipeline], 2), suppress(Exception):
         few = sample_of(values, pipeline.microbatching)
         parity = verify_run(piped, program, few, sampled=True)
         difference = parity.difference
-        # Outputs without dims are stacked, which a warning tells.
-        if parity.surely_faulty and difference and not difference.deviation.of_a_number:
-            return parity
+        if difference is not None and difference.deviation.of_a_number:
+            return None  # outputs without dims are stacked, which a warning tells
+    return _if_faulty(parity)
+
+
+def _if_faulty(parity: Parity | None) -> Parity | None:
+    """Return the result if there surely is a fault; else warn of what layers keep."""
+    if parity is None or parity.surely_faulty:
+        return parity
+    parity.warn_of_kept()
     return None
 
 
