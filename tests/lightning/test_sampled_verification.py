@@ -16,7 +16,7 @@ from torch.nn.utils import spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm as parametrized
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipeStrategy, Rows
 from tests.support.lightning_modules import (
     FEATURES,
     WIDTH,
@@ -25,6 +25,7 @@ from tests.support.lightning_modules import (
     assert_same_weights,
     fitted,
     rows,
+    six_layers,
     trainer,
 )
 
@@ -166,6 +167,24 @@ class Counts(nn.Module):
         return x + 0
 
 
+class Entry(nn.Module):
+    """Takes the entry of a batch in which rows are in dim 1."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"] - batch["x"].mean(1, keepdim=True)
+
+
+class Entries(Classifier):
+    """Calls its layers with a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=nn.Sequential(Entry(), *six_layers()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.layers({"x": x[None]})[0])
+        return result
+
+
 class Carries(nn.Module):
     """Adds what it had for the rows before, as a recurrent layer that keeps its state does."""
 
@@ -209,6 +228,11 @@ class Loaded(Classifier):
 class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
+
+
+def by_entry(**options: Any) -> dict[str, Any]:
+    options["microbatching"] = Rows(dim={"x": 1}, output_dim=1)
+    return {"strategy": GPipeStrategy([3, 4], 3, **options), "devices": 2}
 
 
 def plainly(**options: Any) -> dict[str, Any]:
@@ -262,12 +286,21 @@ class Summed(Classifier):
     [
         (Centring, looped, "must compute what its layers compute"),
         (Centred, plainly, r"the output of layer 3 \('3', Tanh, stage 1, cpu\) differs"),
+        (Entries, by_entry, "a plain run and one in 2 micro-batches, the output differs"),
         (partial(within, Carries), plainly, "the output of layer 1"),
         (partial(within, Averages), plainly, "the buffer '1.average' of layer 1"),
         (Centred, stepped, r"the output of layer 3 \('3', Tanh, stage 1, cpu\) differs"),
         (Summed, stepped, "It is the sum of theirs"),
     ],
-    ids=["in a block", "in a layer", "carried", "averaged", "in a layer, 1F1B", "a sum"],
+    ids=[
+        "in a block",
+        "in a layer",
+        "by entry",
+        "carried",
+        "averaged",
+        "in a layer, 1F1B",
+        "a sum",
+    ],
 )
 def test_difference_ends_the_fit_before_the_first_step(
     tmp_path: Path, model: Callable[[], Classifier], arguments: Any, message: str

@@ -172,7 +172,7 @@ def verify_run(
 
 
 def verify_run_sample(piped: PipedModule, program: Program, values: Sequence[Any]) -> Parity | None:
-    """Compare the layers on the first rows of their input, in two micro-batches.
+    """Compare the layers on the first rows of their only input, in two micro-batches.
 
     Returns None unless there surely is a fault.
     """
@@ -181,8 +181,8 @@ def verify_run_sample(piped: PipedModule, program: Program, values: Sequence[Any
         return None
     parity: Parity | None = None
     with in_chunks([pipeline], 2), suppress(Exception):
-        few = sample_of(values, pipeline.microbatching)
-        parity = verify_run(piped, program, few, sampled=True)
+        few = sample_of(unpacked(values), pipeline.microbatching)
+        parity = verify_run(piped, program, [few], sampled=True)
         difference = parity.difference
         if difference is not None and difference.deviation.of_a_number:
             return None  # outputs without dims are stacked, which a warning tells
