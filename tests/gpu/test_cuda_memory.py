@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def made(root: Path, **options: Any) -> L.Trainer:
 
 def peaks(work: Callable[[], Any]) -> list[float]:
     """The most memory that ``work`` used on each GPU, in units of a stage's parameters."""
+    gc.collect()  # a Trainer and its module refer to one another: those before may be alive
     before = []
     for k in range(GPUS):
         torch.cuda.synchronize(k)
