@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -628,6 +629,23 @@ def test_known_reason_is_no_difference(tmp_path: Path) -> None:
         block.register_forward_hook(lambda self, args, output: self.norm(output))
 
     trainer(tmp_path, **looped(), max_steps=1).fit(model, Data())
+
+
+@pytest.mark.parametrize(
+    "value, path",
+    [(len, "[1]"), (lambda x: tuple(x.shape), "[1][0]"), (lambda x: len(x) / 2, "[1]")],
+    ids=["rows", "a shape", "a half"],
+)
+def test_number_that_depends_on_the_rows(
+    tmp_path: Path, value: Callable[[Tensor], Any], path: str
+) -> None:
+    """That of a micro-batch was returned, where all had the same."""
+    model = Classifier()
+    model.layers[5].register_forward_hook(lambda self, args, output: (output, value(output)))
+    model.forward = lambda x: model.head(model.layers(x)[0])  # type: ignore[method-assign]
+
+    with pytest.raises(RuntimeError, match=rf"the output{re.escape(path)} differs"):
+        trainer(tmp_path, limit_val_batches=0, **plainly()).fit(model, Data())
 
 
 @pytest.mark.parametrize(

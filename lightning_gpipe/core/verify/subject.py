@@ -34,7 +34,8 @@ class VerifiedUnit(NamedTuple):
 class VerifiedProgram:
     """A pipeline and a program of it, in units: layers of an nn.Sequential, or stages.
 
-    If ``sampled``, only outputs that may have a gradient are compared, and less of gradients.
+    If ``sampled``, only outputs that may have a gradient, and numbers, are compared, and less of
+    gradients.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class VerifiedProgram:
     def named(self, output: Any) -> list[tuple[str, Any]]:
         """Return the leaves of an output that are compared, and their paths."""
         leaves = named_leaves(output)
-        return [(path, x) for path, x in leaves if not self.sampled or requires_grad(x)]
+        if not self.sampled:
+            return leaves
+        return [(path, x) for path, x in leaves if requires_grad(x) or isinstance(x, int | float)]
 
     def kept(self) -> Callable[[], Values]:
         """Return a function that returns what the layers have left in attributes since."""
