@@ -201,7 +201,8 @@ class BypassCheck:
         else:
             cure = (
                 f" If it loops over {self._here}, takes a slice of it or calls its layers one by "
-                f"one, nothing is pipelined: write {self._here}(x)."
+                f"one, nothing is pipelined: write {self._here}(x). A copy of it, such as an "
+                "average of models, runs without a pipeline."
             )
             rank_zero_warn(
                 f"{name} did not run the pipeline {self._name}.{cure if self._layers else ''}"

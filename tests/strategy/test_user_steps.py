@@ -253,7 +253,7 @@ def test_evaluation_that_goes_around_the_pipeline(
     assert said == (
         f"{name}_step did not run the pipeline Stepping.layers. If it loops over self.layers, "
         "takes a slice of it or calls its layers one by one, nothing is pipelined: write "
-        "self.layers(x)."
+        "self.layers(x). A copy of it, such as an average of models, runs without a pipeline."
     )
 
 
