@@ -10,9 +10,16 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
-from lightning_gpipe.core.frontends.traced.symbolic import ValueKind, first_input, kind_of, set_item
+from lightning_gpipe.core.frontends.traced.symbolic import (
+    ValueKind,
+    first_input,
+    function_name,
+    kind_of,
+    set_item,
+)
 from lightning_gpipe.core.frontends.traced.traced_call import TracedCall, across_rows
 
 
@@ -164,6 +171,8 @@ def _item(call: TracedCall, dim: int) -> int | None:
     assert isinstance(base, fx.Node)
     if isinstance(index, int | str) and not _is_tensor(base):  # maybe of a tuple, or a dict
         return dim if index == 0 or base.op != "call_module" else None
+    if isinstance(index, slice) and _is_sequence(base):
+        return dim
     return _indexed(call, dim, index)
 
 
@@ -197,6 +206,18 @@ def _set_item(call: TracedCall, dim: int) -> int | None:
     return dim
 
 
+def _is_sequence(node: fx.Node) -> bool:
+    """Return whether a value is a tuple or list of tensors, as of ``chunk``, or a slice of one."""
+    while node.target is operator.getitem and isinstance(node.args[1], slice):
+        base = first_input(node)
+        if base is None:
+            break
+        node = base
+    name = function_name(node)
+    of_torch = node.op == "call_method" or node.target is getattr(torch, name, None)
+    return of_torch and name in _PARTS
+
+
 def _is_tensor(node: fx.Node) -> bool:
     """Return whether a value is certainly a tensor: an argument may be a tuple or a dict."""
     source = node
@@ -214,6 +235,9 @@ REDUCTIONS = {
     "argmin count_nonzero var_mean std_mean aminmax",
     2: "norm linalg_norm linalg_vector_norm quantile nanquantile",
 }
+
+_RETURN_PARTS = "split chunk unbind tensor_split hsplit vsplit dsplit unsafe_chunk unsafe_split"
+_PARTS = frozenset(_RETURN_PARTS.split())
 
 Rule = Callable[[TracedCall, int], int | None]
 _TABLE: list[tuple[str, Rule]] = [

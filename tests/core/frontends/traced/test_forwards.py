@@ -161,6 +161,12 @@ def tuple_used_late(m: Model, x: Tensor) -> Tensor:
     return m.d(m.c(m.b(x))) + torch.cat(parts, -1)
 
 
+def parts_in_another_order(m: Model, x: Tensor) -> Tensor:
+    key, value = m.a(x).chunk(2, dim=-1)[::-1]
+    first, last = torch.unbind(m.b(torch.cat([key, value], -1)), 1)[:3][::2]
+    return m.d(m.c(torch.stack([first, last, last, first], 1)))
+
+
 def class_of_a_tensor(m: Model, x: Tensor) -> Any:
     y = m.b(m.a(x))
     if not torch.is_tensor(x) or isinstance(y, tuple):
@@ -185,6 +191,7 @@ FORWARDS = [
     module_called_twice,
     functional_dropout,
     tuple_used_late,
+    parts_in_another_order,
     class_of_a_tensor,
 ]
 

@@ -246,6 +246,10 @@ def splits_rows(model: Model, x: Tensor) -> Tensor:
     return one + other
 
 
+def rows_of_a_part(model: Model, x: Tensor) -> Tensor:
+    return x + x.chunk(2, -1)[::-1][0][1:].sum()
+
+
 def normalizes(model: Model, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, training=True)
 
@@ -307,6 +311,7 @@ REFUSED = {
     first_row: "takes some of the rows",
     later_rows: "takes some of the rows",
     listed_rows: "takes some of the rows",
+    rows_of_a_part: "takes some of the rows",
     edits_a_row: "takes some of the rows",
     similarities: "multiplies rows with rows",
     similarities_by_einsum: "multiplies rows with rows",
