@@ -183,6 +183,40 @@ def test_same_as_a_plain_fit(build: Any, options: dict[str, Any], tmp_path: Path
             torch.testing.assert_close(found[key], expected[key].detach(), rtol=1e-9, atol=1e-9)
 
 
+class Naming(L.LightningModule):
+    """Returns lists and tuples of the batch, with an entry for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = six_layers().double()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, names = batch
+        named = {"names": names[0], "deep": (names[1], [names[0]])}
+        return {"loss": self.layers(x).square().mean(), **named}
+
+
+def test_lists_of_the_batch_are_plain_in_results(tmp_path: Path) -> None:
+    """They were of a class of the package, which ``torch.load`` refuses to load."""
+    names = [f"row {k}" for k in range(5)], tuple("abcde")
+    batch = torch.randn(5, 6, dtype=torch.float64), names
+    batches: Any = [batch]
+    data: Any = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
+    record = Record()
+    fit = trainer(tmp_path, callbacks=[record], max_epochs=1, **piped(verify=False))
+
+    fit.fit(Naming(), data)
+
+    [outputs] = record.outputs
+    torch.save(outputs, tmp_path / "outputs")
+    loaded = torch.load(tmp_path / "outputs")
+    assert type(outputs["names"]) is list and loaded["names"] == names[0]
+    assert type(outputs["deep"][0]) is tuple and loaded["deep"] == (names[1], [names[0]])
+
+
 def test_logs_in_the_precision_of_the_trainer(tmp_path: Path) -> None:
     """Once they were written after the step, where the default dtype is single precision again."""
 

@@ -29,7 +29,11 @@ from lightning_gpipe.core.data.microbatch.microbatching import (
     check_microbatching,
 )
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
-from lightning_gpipe.core.data.microbatch.row_values import has_entry_per_row, may_have_rows
+from lightning_gpipe.core.data.microbatch.row_values import (
+    has_entry_per_row,
+    may_have_rows,
+    plain,
+)
 from lightning_gpipe.core.data.microbatch.rows import Rows
 from lightning_gpipe.core.data.pytree import (
     LEAF_SPEC,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Division, copy_marks, map_tensors, tree_flatten
+from lightning_gpipe.core.data import Division, copy_marks, map_tensors, plain, tree_flatten
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.run import Losses, greenlets
@@ -105,7 +105,7 @@ class MicroBatchStepping:
             partial(pipeline.microbatching.division, pieces),
         )
         merge = partial(pipeline.microbatching.merge_results, batch=batch)
-        return Outcome(loss, results, rows, losses.weights, merge)
+        return Outcome(loss, list(map(plain, results)), rows, losses.weights, merge)
 
     def _read(self) -> Collection[str]:
         """Return the types of devices on which what losses are means over is read."""
