@@ -142,10 +142,21 @@ def concatenated(k: int, tensors: Sequence[Tensor], dim: int) -> Tensor:
             f"one of layout {x.layout}{grad} for leaf {k}. {cure}."
         )
     kind = tensors[0].device.type
-    if not (is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # most often
-        return torch.cat(list(tensors), dim)
-    with torch.autocast(kind, enabled=False):  # it would cast, or refuse, some dtypes
-        return torch.cat(list(tensors), dim)
+    try:
+        if not (is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # most often
+            return torch.cat(list(tensors), dim)
+        with torch.autocast(kind, enabled=False):  # it would cast, or refuse, some dtypes
+            return torch.cat(list(tensors), dim)
+    except RuntimeError as error:
+        shapes = [tuple(x.shape) for x in tensors]
+        if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1:
+            raise
+        raise ValueError(
+            f"the outputs of all micro-batches must have one shape but for the rows in dim {dim}: "
+            f"got shapes {shapes} for leaf {k} of the output. Pad them in the layer to the length "
+            "of the mini-batch, as pad_packed_sequence(..., total_length=...) does, or write "
+            "microbatching=PaddedSequences(..., pad_outputs=[...]), which pads them."
+        ) from error
 
 
 def same_value(value: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_gpipe.core.data.marks import whole
 from lightning_gpipe.core.data.microbatch.rows import Rows
@@ -176,6 +177,42 @@ def test_structures_that_differ() -> None:
 
     assert "for micro-batch 0" in str(error.value)
     assert "for micro-batch 1" in str(error.value)
+
+
+class Unpacked(nn.Module):
+    """A recurrent layer whose output is as long as the longest of its rows."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+        self.recurrent = nn.GRU(2, 2, batch_first=True)
+
+    def forward(self, batch: Any) -> Any:
+        x, lengths = batch
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        padded = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        return padded[0] if self.alone else padded
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_outputs_of_other_lengths(alone: bool, pipe: Pipe) -> None:
+    """The error was that of ``torch.cat``, which names no output and no cure."""
+    piped = pipe(nn.Sequential(Unpacked(alone), nn.Identity()), [1, 1], chunks=2)
+
+    message = r"\[\(2, 5, 2\), \(2, 3, 2\)\] for leaf 0 .* total_length=.*PaddedSequences"
+    with pytest.raises(ValueError, match=message) as error:
+        piped((torch.randn(4, 5, 2), torch.tensor([5, 2, 3, 1])))
+
+    assert isinstance(error.value.__cause__, RuntimeError)
+
+
+def test_outputs_that_cannot_be_concatenated_for_another_reason() -> None:
+    outputs = [rows(1), rows(1).to("meta")]
+
+    with pytest.raises(RuntimeError) as error:
+        merge(outputs)
+
+    assert "one shape" not in str(error.value)
 
 
 def test_the_only_output_is_the_output() -> None:
