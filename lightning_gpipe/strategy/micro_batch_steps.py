@@ -21,7 +21,7 @@ from lightning_gpipe.strategy.optimizer_options import same_options
 from lightning_gpipe.strategy.pipelined import report
 from lightning_gpipe.strategy.step_changes import StepChanges
 from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
-from lightning_gpipe.strategy.step_results import result_of
+from lightning_gpipe.strategy.step_results import Sizes, note_sizes, result_of
 
 InWrapper = Callable[[Callable[[], Any]], Any]
 
@@ -47,6 +47,7 @@ class MicroBatchSteps:
         self._in_wrapper = in_wrapper
         self._metrics = BatchMetrics()
         self._no_constants = set[str]()  # the names of results
+        self._sizes: Sizes = {}  # of results
         layers = {layer for stage in pipeline.stages for layer in stage.modules}
         self._changes = StepChanges(module, layers)
         self._stepping = MicroBatchStepping(pipeline.only, schedule)
@@ -98,7 +99,15 @@ class MicroBatchSteps:
         with precision.train_step_context():
             logs.write(outcome, self._metrics)
         constants = [*args, *kwargs.values(), module.current_epoch, module.global_step]
-        return result_of(outcome, constants, self._no_constants)
+        return result_of(outcome, constants, self._no_constants, self._sizes)
+
+    def _noted(self, step: Callable[[Any], Any], piece: Any) -> Any:
+        """Run ``step``; note what sizes its results have for the rows of ``piece``."""
+        result = step(piece)
+        division = self._pipeline.only.microbatching.division([piece])
+        if division is not None:
+            note_sizes(self._sizes, division.sizes[0], result)
+        return result
 
     def _verify_first(
         self, step: Callable[[Any], Any], batch: Any, precision: Precision, scale: Tensor
@@ -111,6 +120,7 @@ class MicroBatchSteps:
             return
         trainer = module.trainer
         silent = [DummyLogger() for _ in trainer.loggers]
+        step = partial(self._noted, step)
         with (
             precision.train_step_context(),
             same_options(trainer),

@@ -217,6 +217,32 @@ def test_lists_of_the_batch_are_plain_in_results(tmp_path: Path) -> None:
     assert type(outputs["deep"][0]) is tuple and loaded["deep"] == (names[1], [names[0]])
 
 
+class Sizing(Naming):
+    """Returns numbers and tensors that are as large as a micro-batch of two rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        [x] = batch
+        y = self.layers(x)
+        found = {"rows": len(x), "classes": 2, "gram": (y[:, :2].T @ y[:, :2]).detach()}
+        return {"loss": y.square().mean(), **found}
+
+
+def test_results_as_large_as_a_micro_batch(tmp_path: Path) -> None:
+    """Constants were added up, and matrices concatenated. The verification has other rows."""
+    data = DataLoader(TensorDataset(torch.randn(8, 6, dtype=torch.float64)), batch_size=8)
+    record = Record()
+    fit = trainer(tmp_path, callbacks=[record], max_epochs=1, **piped())
+
+    with (
+        pytest.warns(UserWarning, match=r"must be a tensor: .* in \['classes'\]"),
+        pytest.warns(UserWarning, match=r"rows of its micro-batch in dim 0: .* in \['gram'\]"),
+    ):
+        fit.fit(Sizing(), data)
+
+    [outputs] = record.outputs
+    assert (outputs["rows"], outputs["classes"]) == (8, 2)
+
+
 def test_logs_in_the_precision_of_the_trainer(tmp_path: Path) -> None:
     """Once they were written after the step, where the default dtype is single precision again."""
 

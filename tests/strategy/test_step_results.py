@@ -10,7 +10,7 @@ import torch
 
 from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows, map_instances
 from lightning_gpipe.core.pipeline import Outcome
-from lightning_gpipe.strategy.step_results import result_of
+from lightning_gpipe.strategy.step_results import Sizes, note_sizes, result_of
 from tests.support.models import assert_same
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -43,12 +43,16 @@ KINDS = {
 }
 
 
-def joined(function: Any, weights: list[float], sizes: list[int] = SIZES) -> Any:
+def joined(function: Any, weights: list[float], sizes: list[int] = SIZES, verified: int = 0) -> Any:
+    """The joined results of ``function``, which had run on so many rows for a verification."""
     loss = torch.zeros(())
     x = X[: sum(sizes)]
     results = [{"loss": loss, "found": function(piece)} for piece in x.split(sizes)]
     merge = partial(Rows().merge_results, batch=x)
-    return result_of(Outcome(loss, results, tuple(sizes), weights, merge))["found"]
+    known: Sizes = {}
+    if verified:
+        note_sizes(known, verified, {"found": function(X[:verified])})
+    return result_of(Outcome(loss, results, tuple(sizes), weights, merge), sizes=known)["found"]
 
 
 def as_tensors(tree: Any) -> Any:
@@ -63,7 +67,7 @@ def test_same_as_of_the_batch(kind: str, sizes: list[int]) -> None:
     """Structures with tensors ended the fit with "Boolean value of Tensor is ambiguous"."""
     function = KINDS[kind]
 
-    found = joined(function, list(map(float, sizes)), sizes)
+    found = joined(function, list(map(float, sizes)), sizes, verified=4)
 
     expected = function(X[: sum(sizes)])
     assert type(found) is type(expected) or kind == "array of no dims"
@@ -91,14 +95,78 @@ def test_integer_that_may_be_a_count() -> None:
         assert joined(lambda _: 5, WEIGHTS) == 5
 
 
+def test_integer_as_large_as_each_micro_batch() -> None:
+    """A constant was added up without a word where it was as large as the micro-batches."""
+    with pytest.warns(UserWarning, match=r"a number of rows: got 2 .* in \['found'\]\. .* added"):
+        assert joined(lambda _: 2, [1.0] * 3, [2, 2, 2]) == 6
+    with pytest.warns(UserWarning, match=r"\['classes'\], which is taken as the same"):
+        found = joined(lambda x: {"classes": 2, "rows": len(x)}, [1.0] * 3, [2, 2, 2], verified=4)
+    assert found == {"classes": 2, "rows": 6}
+
+
+def test_constant_float_is_not_rounded() -> None:
+    """1e-4 came back as 9.999999999999999e-05."""
+    assert joined(lambda _: [1e-4, 1.5], WEIGHTS, [2, 2, 2, 1]) == [1e-4, 1.5]
+
+
+NO_ROWS = {
+    "states of layers": lambda x: x[None].expand(3, -1, -1)[:, :1],
+    "confusion matrix": lambda x: x.T @ x,
+    "histogram": lambda x: torch.histc(x, 5),
+    "mean per feature": lambda x: x.mean(0).numpy(),
+    "one number": lambda x: x.sum().reshape(1),
+    "first row": lambda x: x[:1],
+}
+
+
+@pytest.mark.parametrize("kind", NO_ROWS)
+@pytest.mark.parametrize("sizes, verified", [(SIZES, 0), ([2, 2, 2], 4), ([1] * 7, 4)])
+def test_tensors_without_rows(kind: str, sizes: list[int], verified: int) -> None:
+    """They were concatenated without a word."""
+    function = NO_ROWS[kind]
+
+    with pytest.warns(UserWarning, match=r"rows of its micro-batch in dim 0: .* in \['found'\]\."):
+        found = joined(function, [1.0] * len(sizes), sizes, verified)
+
+    assert len(found) == len(sizes) * len(function(X))
+
+
+def test_tensor_as_large_as_each_micro_batch() -> None:
+    """A verification on other numbers of rows shows that it has none."""
+    with pytest.warns(UserWarning, match="got size 2, whatever their number is"):
+        joined(lambda x: x[:, :2].T @ x, [1.0] * 3, [2, 2, 2], verified=4)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [2, 2, 2], [1] * 7])
+@pytest.mark.parametrize("verified", [0, 4])
+def test_several_or_some_rows_are_concatenated(sizes: list[int], verified: int) -> None:
+    """Of tokens in one dim with the rows, and of rows that are left out."""
+    x = X[: sum(sizes)]
+
+    def step(x: torch.Tensor) -> Any:
+        return {"tokens": x.flatten(), "some": x[x[:, 0] > 0], "none": x[:0]}
+
+    found = joined(step, [1.0] * len(sizes), sizes, verified)
+
+    assert_same(found, step(x))
+
+
+def test_tensors_of_other_shapes() -> None:
+    """The error was that of ``torch.cat``, which names no entry."""
+    message = r"training_step .* got shapes \[\(3, 2\), .* of \[2, 2, 2, 1\] rows, in \['found'\]\."
+    with pytest.raises(ValueError, match=message):
+        joined(lambda x: x.T, WEIGHTS)
+
+
 def test_number_of_the_batch_that_is_as_large_as_a_micro_batch() -> None:
     """Once ``batch_idx`` came back as the sum of itself, in one batch of an epoch."""
     others = set[str]()
+    sizes: Sizes = {"['rows']": {(4, (4,))}}
     found = []
     for batch_idx in range(4):
         results = [{"loss": torch.zeros(()), "idx": batch_idx, "rows": 2} for _ in range(3)]
         outcome = Outcome(torch.zeros(()), results, (2, 2, 2), [1.0] * 3, list)
-        result = result_of(outcome, [batch_idx], others)
+        result = result_of(outcome, [batch_idx], others, sizes)
         found.append((result["idx"], result["rows"]))
 
     assert found == [(0, 6), (1, 6), (2, 6), (3, 6)]
