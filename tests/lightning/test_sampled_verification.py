@@ -664,3 +664,20 @@ def test_output_whose_rows_are_not_in_the_first_dim(
 def test_number_for_each_micro_batch_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="one without dims that has a gradient"):
         trainer(tmp_path, limit_val_batches=0, **plainly()).fit(Loaded(torch.mean), Data())
+
+
+class Fast(Classifier):
+    """Whose layers are called with other weights, which are computed from their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fast = {name: p * p.cos() for name, p in self.layers.named_parameters()}
+        return self.head(torch.func.functional_call(self.layers, fast, (x,)))
+
+
+@pytest.mark.parametrize("verify", ["sample", True])
+def test_functional_call_of_the_layers(tmp_path: Path, verify: Any) -> None:
+    """The verification went backward through what computes the weights, so the step could not."""
+    strategy = GPipeStrategy([2, 4], 3, module="layers", verify=verify)
+    made = fitted(tmp_path, strategy, build=Fast, devices=2, max_epochs=1)
+
+    assert_same_weights(made, fitted(tmp_path, build=Fast, max_epochs=1))

@@ -20,6 +20,7 @@ from tests.support.models import (
     perceptron,
     rows,
     step,
+    whole_batch_loss,
 )
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
@@ -164,6 +165,21 @@ def test_functional_call_leaves_the_parameters(pipeline: GPipe) -> None:
 
     assert all(one is two for one, two in zip(pipeline.parameters(), before, strict=True))
     assert all(other.grad is not None for other in others.values())
+
+
+@every_mode
+def test_functional_call_with_weights_that_are_computed(pipe: Pipe) -> None:
+    """Fast weights, which are no leaves, ended in an error of ``Tensor.grad_dtype``."""
+    plain = perceptron(6)
+    outputs = []
+
+    for module in (plain, pipeline := pipe(plain, stages=3)):
+        fast = {name: 0.9 * p for name, p in module.named_parameters()}
+        outputs.append(torch.func.functional_call(module, fast, (rows(7),)))
+        whole_batch_loss(outputs[-1]).backward()
+
+    assert_same([outputs[1]], [outputs[0]])
+    assert_same(gradients(pipeline), gradients(plain))
 
 
 @every_mode

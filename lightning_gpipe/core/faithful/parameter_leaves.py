@@ -40,7 +40,7 @@ def leaf_like(parameter: Tensor, requires_grad: bool, value: Tensor | None = Non
     else:
         leaf = parameter.detach().requires_grad_(requires_grad)
     leaf.__dict__ = parameter.__dict__  # the very dict, so that what a layer adds to it stays
-    if requires_grad:
+    if requires_grad and parameter.is_leaf:  # others, as from functional_call, have no grad_dtype
         dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # since torch 2.10
         if dtype != parameter.dtype:
             leaf.grad_dtype = dtype

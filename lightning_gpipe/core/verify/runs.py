@@ -253,7 +253,9 @@ def gradients_of(
     trained = [source for source in sources if source.requires_grad]  # a step may freeze some
     # In a process whose stage has no parameters, too, the backward must go through the pipeline.
     known = set(map(id, trained))
-    others = [leaf for leaf in leaves_behind(roots) if id(leaf) not in known]
+    computed_by_caller = {x.grad_fn for x in trained if x.grad_fn is not None}  # functional_call
+    behind = leaves_behind(roots, until=computed_by_caller)
+    others = [leaf for leaf in behind if id(leaf) not in known]
     if not trained and not others:
         return [None] * len(sources)
     with Context.capture(devices).without_autocast().entered(), warnings.catch_warnings():

@@ -104,9 +104,9 @@ def run_backward_to(
     return results
 
 
-def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
-    """Return the leaves that backward from ``roots`` would reach."""
-    return graph_behind(roots)[0]
+def leaves_behind(roots: Iterable[Root | None], *, until: Collection[Any] = ()) -> list[Tensor]:
+    """Return the leaves that backward from ``roots`` would reach if it ended at ``until``."""
+    return graph_behind(roots, until=until)[0]
 
 
 # The time by which autograd orders the nodes that the calling thread makes.
