@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.support.lightning_modules import Classifier, Data, trainer
+from tests.support.lightning_modules import (
+    Classifier,
+    Data,
+    assert_same_weights,
+    fitted,
+    six_layers,
+    trainer,
+    weights,
+)
 
 
 class Body(nn.Module):
@@ -58,3 +66,19 @@ def test_setup_says_what_was_taken(tmp_path: Path, caplog: pytest.LogCaptureFixt
         trained(tmp_path, strategy=GPipeStrategy([1, 2], module="layers"), devices=2)
 
     assert "GPipe runs Classifier.layers (Body) as a pipeline: layers.down on cpu," in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Body, six_layers])
+def test_second_name_of_a_module(tmp_path: Path, kind: Any) -> None:
+    """Only the first name of a module was known."""
+
+    def build() -> Classifier:
+        made = Classifier()
+        made.layers = made.backbone = kind().double()
+        return made
+
+    strategy = GPipeStrategy("parameters", module="backbone", chunks=3)
+    piped = fitted(tmp_path, strategy, build=build, devices=2)
+
+    assert_same_weights(piped, fitted(tmp_path, build=build))
+    assert any(name.startswith("backbone.") for name in weights(piped))

@@ -28,7 +28,7 @@ def frontend_of(root: nn.Module, path: str, module: nn.Module) -> Frontend:
 
 def module_at(root: nn.Module, path: str) -> nn.Module:
     """Return the module to pipeline at a path, such as ``"net.layers"``; raise if there is none."""
-    modules = dict(root.named_modules())
+    modules = dict(root.named_modules(remove_duplicate=False))
     if path not in modules:
         names = ", ".join(map(repr, candidates(root))) or "no nn.Sequential and no nn.ModuleList"
         raise ValueError(

@@ -15,6 +15,12 @@ def test_sequential_that_the_user_named() -> None:
     assert module_at(model, "one") is model.one
 
 
+def test_second_name_of_a_module() -> None:
+    shared = layers(3)
+
+    assert module_at(Model(body=shared, backbone=shared), "backbone") is shared
+
+
 def test_sequential_within_a_sequential_that_the_user_named() -> None:
     model = Model(body=nn.Sequential(layers(3), layers(1)))
 
