@@ -105,7 +105,8 @@ class MicroBatchStepping:
             partial(pipeline.microbatching.division, pieces),
         )
         merge = partial(pipeline.microbatching.merge_results, batch=batch)
-        return Outcome(loss, list(map(plain, results)), rows, losses.weights, merge)
+        results = [x if isinstance(x, Tensor) else plain(x) for x in results]
+        return Outcome(loss, results, rows, losses.weights, merge)
 
     def _read(self) -> Collection[str]:
         """Return the types of devices on which what losses are means over is read."""
