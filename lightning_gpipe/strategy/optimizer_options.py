@@ -1,4 +1,4 @@
-"""The options of optimizers, such as learning rates, which the code of a step may set."""
+"""What the code of a step may change in optimizers: options, such as learning rates, and state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from copy import deepcopy
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_gpipe.core.data import equal
+from lightning_gpipe.core.faithful import set_elements
+from lightning_gpipe.core.layout import holders, within
 
+_LARGE = 64  # elements of a container in which no optimizers are looked for
 Options = dict[tuple[int, int, str], Any]  # by the numbers of optimizer and group, and the name
 
 
@@ -48,14 +52,51 @@ def set_options(optimizers: Iterable[Optimizer], options: Options) -> None:
 def same_options(trainer: Trainer) -> Iterator[None]:
     """Restore the options, and the state of schedulers, at the end of a ``with`` block."""
     options = options_of(trainer.optimizers)
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    with _same_schedules(config.scheduler for config in trainer.lr_scheduler_configs):
+        try:
+            yield
+        finally:
+            set_options(trainer.optimizers, options)
+
+
+@contextmanager
+def held_optimizers_preserved(module: nn.Module) -> Iterator[None]:
+    """Restore optimizers and schedulers that modules hold in attributes after a ``with`` block."""
+    values = (value for holder in holders(module.modules()) for value in holder.held.values())
+    pieces = {id(x): x for value in values for x in within(value, largest=_LARGE)}.values()
+    optimizers = [(x, _state_of(x)) for x in pieces if isinstance(x, Optimizer)]
+    with _same_schedules(x for x in pieces if isinstance(x, LRScheduler)):
+        try:
+            yield
+        finally:
+            for optimizer, state in optimizers:
+                _restore(optimizer, *state)
+
+
+def _state_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Return the attributes and the groups of an optimizer, and copies of state and options."""
+    groups = list(optimizer.param_groups)
+    parameters = {id(p): p for group in groups for p in group["params"]}  # are not copied
+    return dict(vars(optimizer)), groups, *deepcopy((optimizer.state, groups), parameters)
+
+
+def _restore(optimizer: Optimizer, own: Any, groups: Any, state: Any, options: Any) -> None:
+    set_elements(vars(optimizer), own)
+    set_elements(optimizer.state, state)
+    set_elements(optimizer.param_groups, groups)
+    for group, former in zip(groups, options, strict=True):
+        set_elements(group, former)
+
+
+@contextmanager
+def _same_schedules(schedulers: Iterable[Any]) -> Iterator[None]:
+    schedulers = list(schedulers)
     states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     try:
         yield
     finally:
         for scheduler, state in zip(schedulers, states, strict=True):
             scheduler.load_state_dict(state)
-        set_options(trainer.optimizers, options)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -23,13 +23,15 @@ from torch.utils.data import DataLoader
 from lightning_gpipe.checkpoints import generators_of
 from lightning_gpipe.core.faithful import (
     NOTHING,
+    Attributes,
     Journal,
     Manager,
     RandomState,
     add_note,
-    preserved,
+    together,
 )
-from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_of
+from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_of, unchanged
+from lightning_gpipe.strategy.optimizer_options import held_optimizers_preserved
 
 # Methods that change gradients and what has one, for the optimizers.
 _OF_OPTIMIZERS = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
@@ -52,29 +54,50 @@ def entries_in(
             "fit with this strategy before, resume from a checkpoint that has a balance, or write "
             "a balance as a list, and a value in place of 'auto'."
         )
-    batch = precision.convert_input(_first_batch(module, trainer))
     numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    args = (batch, 0) if numbered else (batch,)
-    noted = _noted("training_step", "self.example_input_array, which is used instead")
-    with noted, precision.train_step_context(), _idle_optimizers(module, trainer):
-        return entries_of(modules, lambda: module.training_step(*args))
+
+    def arguments() -> tuple[Any, ...]:
+        batch = precision.convert_input(_first_batch(module, trainer))
+        return (batch, 0) if numbered else (batch,)
+
+    def step(*args: Any) -> None:
+        with precision.train_step_context(), _idle_optimizers(module):
+            module.training_step(*args)
+
+    noted = _noted("the first batch", "self.example_input_array, which is used instead")
+    with noted, _own_optimizers_unchanged(module):
+        return entries_of(modules, step, arguments)
 
 
 def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:
     """Return the optimizers that the module configures, for their kinds; none outside a fit."""
     if trainer.state.fn != TrainerFn.FITTING:
         return []
+    with _own_optimizers_unchanged(module), unchanged(module):
+        return _configured(module)
+
+
+def _configured(module: LightningModule) -> list[Optimizer]:
     configured: Any = module.configure_optimizers()
     return [] if configured is None else list(_configure_optimizers(configured)[0])
 
 
-def _idle_optimizers(module: LightningModule, trainer: Trainer) -> Manager:
+def _own_optimizers_unchanged(module: LightningModule) -> Manager:
+    """Restore what optimizers that the module has itself change, and the gradients that they use.
+
+    There are none at the beginning of the block.
+    """
+    gradients = [(Attributes(parameter), "grad", None) for parameter in module.parameters()]
+    return together([Journal().changed(gradients), held_optimizers_preserved(module)])
+
+
+def _idle_optimizers(module: LightningModule) -> Manager:
     """Let a step that optimizes manually run up to its layers in a ``with`` block, to no effect."""
     if module.automatic_optimization:
         return NOTHING
     made = [
-        LightningOptimizer._to_lightning_optimizer(each, trainer.strategy)
-        for each in optimizers_of(module, trainer)
+        LightningOptimizer._to_lightning_optimizer(each, module.trainer.strategy)
+        for each in _configured(module)
     ]
     for optimizer in made:
         vars(optimizer).update(step=_call_closure, zero_grad=_do_nothing)
@@ -100,13 +123,12 @@ def _first_batch(module: LightningModule, trainer: Trainer) -> Any:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     shuffling = RandomState.of([x for loader in combined.flattened for x in generators_of(loader)])
     try:
-        with preserved([], [device]):
-            batch, _, _ = next(iter(combined))
-            combined.reset()
-            batch = module._on_before_batch_transfer(batch)
-            return module._apply_batch_transfer_handler(batch, device=device)
+        batch, _, _ = next(iter(combined))
+        combined.reset()
     finally:
         shuffling.restore()
+    batch = module._on_before_batch_transfer(batch)
+    return module._apply_batch_transfer_handler(batch, device=device)
 
 
 def _check_begins_anew(loader: Any) -> None:

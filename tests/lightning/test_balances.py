@@ -5,16 +5,18 @@ Here are also the tests of ``entry`` and ``sample``.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 
 from lightning_gpipe import GPipeStrategy, Rebalance
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
@@ -163,31 +165,165 @@ class Edits(Classifier):
         return super().training_step((x, y), batch_idx) + distance.square().mean()
 
 
+MEASURED: dict[str, dict[str, Any]] = {
+    "time": {"balance": "time"},
+    "memory": {"balance": "memory"},
+    "chunks": {"balance": [2, 4], "chunks": "auto"},
+    "Rebalance": {"balance": [2, 4]},
+}
+every_measurement = pytest.mark.parametrize("name", list(MEASURED))
+
+
+def measured_and_given(root: Path, build: Any, name: str) -> list[L.Trainer]:
+    """Trainers after two fits by one balance, of which the first measures the layers."""
+    seen = Seen()
+    callbacks = [seen, *([Rebalance(2)] if name == "Rebalance" else [])]  # none in two epochs
+
+    def run_with(callbacks: list[Any], **options: Any) -> L.Trainer:
+        strategy = GPipeStrategy(**{"chunks": 2, "module": "layers", **options})
+        fit: dict[str, Any] = {"build": build, "max_epochs": 2, "callbacks": callbacks}
+        return fitted(root, strategy, devices=2, **fit)
+
+    measured = run_with(callbacks, **MEASURED[name])
+    return [measured, run_with([], balance=seen.balance, chunks=seen.chunks)]
+
+
+def assert_equal_weights(one: L.Trainer, other: L.Trainer) -> None:
+    assert all(map(torch.equal, weights(one).values(), weights(other).values()))
+
+
 @pytest.mark.parametrize("way", ["frozen", "trained", "replaced"])
-@pytest.mark.parametrize("name", ["time", "memory", "chunks", "Rebalance"])
+@every_measurement
 def test_measuring_leaves_no_edits_of_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str
 ) -> None:
     """A mean teacher had moved once more before training, in a fit whose layers were measured."""
     monkeypatch.setattr(Edits, "way", way)
-    seen = Seen()
-    settings: dict[str, dict[str, Any]] = {
-        "time": {"balance": "time"},
-        "memory": {"balance": "memory"},
-        "chunks": {"balance": [2, 4], "chunks": "auto"},
-        "Rebalance": {"balance": [2, 4]},
-    }
-    callbacks = [seen, *([Rebalance(2)] if name == "Rebalance" else [])]  # none in two epochs
 
-    def run_with(callbacks: list[Any], **options: Any) -> Any:
-        strategy = GPipeStrategy(**{"chunks": 2, "module": "layers", **options})
-        fit: dict[str, Any] = {"build": Edits, "max_epochs": 2, "callbacks": callbacks}
-        return weights(fitted(tmp_path, strategy, devices=2, **fit))
+    assert_equal_weights(*measured_and_given(tmp_path, Edits, name))
 
-    measured = run_with(callbacks, **settings[name])
-    given = run_with([], balance=seen.balance, chunks=seen.chunks)
 
-    assert all(map(torch.equal, measured.values(), given.values()))
+class Transferred(Classifier):
+    """Whose hooks on batches keep statistics, draw from a generator, count, and hand on a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES, affine=False).double()
+        self.noise = torch.Generator().manual_seed(1)
+        self.batches = 0
+        self.mask: Any = None
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.batches += 1
+        x, y = batch
+        self.mask = torch.rand(x.shape, generator=self.noise, dtype=x.dtype).round()
+        return x, y
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.norm(batch[0]), batch[1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0] * self.mask, batch[1]), batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_(before|after)_batch_transfer`")
+@every_measurement
+def test_measuring_leaves_nothing_of_hooks_on_batches(tmp_path: Path, name: str) -> None:
+    """The statistics, and the generator, had seen a batch more."""
+    both = measured_and_given(tmp_path, Transferred, name)
+
+    assert_equal_weights(*both)
+    assert len({each.lightning_module.batches for each in both}) == 1
+
+
+def split_anew(self: Data) -> Any:
+    """A dataloader with other rows each time it is made."""
+    numbers = [random.random(), np.random.rand()]
+    x, y = rows(30, seed=1).tensors
+    chosen, _ = random_split(TensorDataset(x + sum(numbers), y), [20, 10])
+    return DataLoader(chosen, batch_size=7)
+
+
+@every_measurement
+def test_measuring_draws_no_numbers_for_a_dataloader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The fit had another split than with a list: the call before had drawn from the generator."""
+    monkeypatch.setattr(Data, "train_dataloader", split_anew)
+
+    def build() -> Classifier:
+        random.seed(0)
+        np.random.seed(0)
+        return Classifier()
+
+    assert_equal_weights(*measured_and_given(tmp_path, build, name))
+
+
+class Configured(Classifier):
+    """Whose optimizers are made with side effects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[5] = nn.Dropout(0.5)
+        self.made = 0
+
+    def configure_optimizers(self) -> Any:
+        self.made += 1
+        with torch.no_grad():
+            self.head.weight.add_(torch.rand(()))
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.made)
+
+
+@every_measurement
+def test_measuring_leaves_nothing_of_making_optimizers(tmp_path: Path, name: str) -> None:
+    both = measured_and_given(tmp_path, Configured, name)
+
+    assert_equal_weights(*both)
+    assert [each.lightning_module.made for each in both] == [1, 1]
+
+
+class OwnOptimizer(Classifier):
+    """Trains its input layer by an optimizer and a scheduler of its own, before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first = nn.Linear(FEATURES, FEATURES).double()
+        self.own = torch.optim.Adam(self.first.parameters(), lr=0.1)
+        self.schedules = [torch.optim.lr_scheduler.ExponentialLR(self.own, 0.5)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.first(x).square().mean().backward()
+        self.own.step()
+        self.schedules[0].step()
+        self.own.param_groups[0]["weight_decay"] += 0.01
+        optimizer: Any = self.optimizers()
+        loss = super().training_step((self.first(x).detach(), y), batch_idx)
+        self.own.zero_grad()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.layers.parameters(), *self.head.parameters()], lr=0.1)
+
+
+@every_measurement
+def test_measuring_leaves_optimizers_of_the_module(tmp_path: Path, name: str) -> None:
+    """They had made a step more, and its gradients were added to those of the first batch."""
+    both = measured_and_given(tmp_path, OwnOptimizer, name)
+
+    assert_equal_weights(*both)
+    ends = []
+    for each in both:
+        module = each.lightning_module
+        assert isinstance(module, OwnOptimizer)
+        assert module.schedules[0].optimizer is module.own
+        ends.append((module.own.state_dict(), module.schedules[0].state_dict()))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+    assert ends[0][1]["last_epoch"] == 6
 
 
 class Manual(Slow):
@@ -241,7 +377,7 @@ def test_manual_optimization_is_measured(tmp_path: Path, build: Any, measured: l
 
     assert balance == [2, 4] and len(measured) == 2
     for made in (by_time, rebalanced):
-        assert all(map(torch.equal, weights(made).values(), weights(given).values()))
+        assert_equal_weights(made, given)
 
 
 def kept_balance(path: Path) -> Any:

@@ -17,7 +17,7 @@ from lightning_gpipe.core.pipeline.choose.balancing import (
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement, profile
 from lightning_gpipe.core.pipeline.choose.options import Requested, Resolved
 from lightning_gpipe.core.pipeline.choose.planning import memory_of, plan, plan_measured, resolve
-from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
+from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of, unchanged
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import (
     MicroBatchStepping,

@@ -15,7 +15,14 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.data import MicroBatching, Rows, change_tensors
-from lightning_gpipe.core.faithful import add_note, parameters_preserved, preserved, rows_needed
+from lightning_gpipe.core.faithful import (
+    Manager,
+    add_note,
+    parameters_preserved,
+    preserved,
+    rows_needed,
+    together,
+)
 from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import as_batch
@@ -35,8 +42,25 @@ class _AllReached(BaseException):
     """Ends a call that has come to its last pipeline."""
 
 
-def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[Entry]:
-    """Return the inputs of each pipeline in a call of the model, which must reach all."""
+def unchanged(root: nn.Module) -> Manager:
+    """Restore at the end of a ``with`` block what calls of the model or its methods have changed.
+
+    These are parameters, buffers, attributes and random generators.
+    """
+    devices = {parameter.device for parameter in root.parameters()}
+    modules = list(root.modules())
+    return together([preserved(modules, devices), parameters_preserved(modules)])
+
+
+def entries_of(
+    modules: Sequence[PipedModule],
+    call: Callable[..., Any],
+    arguments: Callable[[], Sequence[Any]] = tuple,
+) -> list[Entry]:
+    """Return the inputs of each pipeline in a call of the model, which must reach all.
+
+    What making its ``arguments`` changes is restored, too.
+    """
     layers = {piped: _unit_partitions(piped) for piped in modules}
     entries: dict[PipedModule, Entry] = {}
 
@@ -50,18 +74,12 @@ def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[
             by_number |= part.call(by_number)
         return [by_number[number] for number in program.outputs]
 
-    root = modules[0].root
-    devices = {parameter.device for parameter in root.parameters()}
-    with (
-        preserved(root.modules(), devices),
-        parameters_preserved(root.modules()),
-        torch.enable_grad(),
-        ExitStack() as stack,
-    ):
+    with unchanged(modules[0].root), torch.enable_grad(), ExitStack() as stack:
+        args = arguments()
         for piped in modules:
             stack.enter_context(piped.watched(partial(record, piped)))
         try:
-            call()
+            call(*args)
         except _AllReached:
             return [entries[piped] for piped in modules]
     missing = ", ".join(piped.name for piped in modules if piped not in entries)
