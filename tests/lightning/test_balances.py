@@ -282,6 +282,20 @@ def test_measuring_leaves_nothing_of_making_optimizers(tmp_path: Path, name: str
     assert [each.lightning_module.made for each in both] == [1, 1]
 
 
+class ByClosure(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize("options", [{"balance": "memory"}, {"balance": "time", "chunks": "auto"}])
+def test_optimizer_that_cannot_be_tried_says_what_to_write(tmp_path: Path, options: Any) -> None:
+    """The text named an argument that the strategy does not have."""
+    strategy = GPipeStrategy(module="layers", **{"chunks": 2, **options})
+
+    with pytest.raises(ValueError, match="In a Trainer, write balance='time', 'parameters' or a"):
+        fitted(tmp_path, strategy, build=ByClosure, devices=2)
+
+
 class OwnOptimizer(Classifier):
     """Trains its input layer by an optimizer and a scheduler of its own, before the layers."""
 

@@ -113,8 +113,10 @@ def _of_one(parameter: nn.Parameter, make: Callable[[list[nn.Parameter]], Optimi
         except Exception as error:
             raise ValueError(
                 "an optimizer must be able to make a step, so that its state can be counted: "
-                f"{make!r} raised {type(error).__name__}: {error}. Pass another one whose state "
-                "is of the same size, such as optimizer=torch.optim.AdamW, or None."
+                f"{make!r} raised {type(error).__name__}: {error}. In a Trainer, write "
+                "balance='time', 'parameters' or a list, and values in place of 'auto'. Elsewhere, "
+                "pass another one whose state is of the same size, such as "
+                "optimizer=torch.optim.AdamW, or None."
             ) from error
     return sum(map(bytes_of, tensors_of(state)))
 

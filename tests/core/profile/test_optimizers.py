@@ -72,7 +72,9 @@ def test_optimizer_that_makes_no_step_is_refused() -> None:
         def step(self, closure: Any = None) -> Any:
             raise NotImplementedError("not alone")
 
-    with pytest.raises(ValueError, match="NotImplementedError: not alone. Pass another one"):
+    with pytest.raises(
+        ValueError, match="NotImplementedError: not alone. In a Trainer.* pass another"
+    ):
         bytes_with(partial(Stubborn, lr=0.1))
 
 
