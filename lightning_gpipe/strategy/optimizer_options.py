@@ -1,4 +1,4 @@
-"""What the code of a step may change in optimizers: options, such as learning rates, and state."""
+"""Options of optimizers, such as learning rates, and their state, which a step may change."""
 
 from __future__ import annotations
 

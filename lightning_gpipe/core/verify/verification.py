@@ -148,7 +148,7 @@ def verify_sample(call: WholeCall) -> Parity | None:
         if sampled.surely_faulty:
             with _gradients():
                 parity = verify_call(call)
-            if parity is not None and parity.faulty:
+            if parity is not None and parity.surely_faulty:
                 sampled = parity
     return _if_faulty(sampled)
 
@@ -240,11 +240,11 @@ def compare_everywhere(
 class FirstBatchVerifier:
     """Verifies the first run of each pipeline of a model, in training mode with gradients.
 
-    If not ``trains``, the first one in evaluation mode, with gradients or without.
-    A module whose forward makes the programs is verified with its whole call, if it is called; not
-    where another module loops over its blocks. ``sample``: verify a few rows of an nn.Sequential's
-    input, or of a whole call, and give ``on_result`` only differences; what hooks on layers leave
-    on ``around``, the caller's module, is put back.
+    If not ``trains``, the first one in evaluation mode, with gradients or without. A module whose
+    forward makes the programs is verified with its whole call, if it is called; not where another
+    module loops over its blocks. ``sample``: verify a few rows of an nn.Sequential's input, or of a
+    whole call, and give ``on_result`` only differences; what hooks on layers leave on ``around``,
+    the caller's module, is put back.
     """
 
     def __init__(
