@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.pipeline import GPipe
@@ -190,6 +191,18 @@ def test_reentrant_checkpoint_around_the_pipeline(pipe: Pipe) -> None:
 
     refused(pipe, step, "Write use_reentrant=False")
     check(*pair(pipe), lambda model, x: step(model, x, False))
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_other_parameters_while_the_layers_run(computed: bool, pipe: Pipe) -> None:
+    """The module kept those of a later micro-batch, without a word where they were leaves."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        weights = {name: p * 2 for name, p in model.layers.named_parameters()}
+        others = weights if computed else {n: p.detach() for n, p in weights.items()}
+        return model.after(functional_call(model.layers, others, (model.before(x),))).mean()
+
+    refused(pipe, step, "parameters must stay in their modules while training_step runs")
 
 
 SOURCES: dict[str, Callable[[Model, Tensor], Tensor]] = {

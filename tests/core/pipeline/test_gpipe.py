@@ -90,6 +90,17 @@ def test_bad_argument(
     assert found in str(caught.value)
 
 
+@pytest.mark.parametrize("balance", [[2, 1], [4, 4]])
+@pytest.mark.parametrize("option", [{"chunks": "auto"}, {"activation_checkpointing": "auto"}])
+def test_balance_that_a_plan_cannot_count(
+    module: nn.Sequential, balance: list[int], option: dict[str, Any]
+) -> None:
+    """The planner ended in an IndexError."""
+    arguments: dict[str, Any] = {"chunks": 2, "sample": torch.randn(8, 2), **option}
+    with pytest.raises(ValueError, match="must add up to the number of layers.*for the 4 layers"):
+        GPipe(module, balance, devices=["cpu"] * 2, **arguments)
+
+
 def test_module_that_is_one_layer() -> None:
     with pytest.raises(TypeError, match="Linear must call modules in its forward.*: got none"):
         GPipe(nn.Linear(2, 2), [1])

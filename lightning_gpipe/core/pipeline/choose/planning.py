@@ -16,7 +16,14 @@ from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.data import MicroBatching
-from lightning_gpipe.core.layout import SHARDINGS, Around, ShardingName, Weights, check_around
+from lightning_gpipe.core.layout import (
+    SHARDINGS,
+    Around,
+    ShardingName,
+    Weights,
+    check_around,
+    check_balance,
+)
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.choose.options import AUTO, Requested, Resolved
@@ -224,6 +231,9 @@ def plan_measured(
     for name, number in (("stages", stages), ("replicas", replicas)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be 1 or more: got {number}.")
+    if balance is not None:
+        (piped,) = measuring.modules
+        check_balance(balance, len(piped.frontend.units), piped.name)
     check_planned(schedule)
     assert isinstance(schedule, str), "a block is not planned"
     m, n = None if chunks == AUTO else chunks, len(balance or places)

@@ -32,7 +32,8 @@ class OutsideGradients:
     def __init__(self, modules: Iterable[nn.Module], journal: Journal) -> None:
         journal.reset()  # changes that an interrupted mini-batch left
         self._journal = journal
-        parameters = (p for module in modules for p in module._parameters.values())
+        self._slots = [m._parameters for m in modules if m._parameters]
+        parameters = (p for slots in self._slots for p in slots.values())
         self._parameters = list({id(p): p for p in parameters if p is not None}.values())
         self._accumulated = [_state_of(parameter.grad) for parameter in self._parameters]
         self._shadows: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a leaf and its shadow
@@ -77,6 +78,24 @@ class OutsideGradients:
                 shadows.append(root_of(self._shadow_of(leaf)))
                 sums.append(gradient)
         run_backward(shadows, sums)
+
+    def check_slots(self) -> None:
+        """Refuse a call of the pipeline while modules have others in the place of parameters."""
+        known = {id(p) for p in self._parameters}
+        others = (
+            (name, other)
+            for slots in self._slots
+            for name, other in slots.items()
+            if other is not None and id(other) not in known
+        )
+        for name, other in others:
+            raise RuntimeError(
+                "parameters must stay in their modules while training_step runs for each "
+                f"micro-batch: got another {name!r}, of shape {tuple(other.shape)}, at the call of "
+                "the pipeline, as torch.func.functional_call puts it there. Write "
+                "schedule='fill_drain', for a stage works on other micro-batches before it is put "
+                "back."
+            )
 
     def check(self) -> None:
         tensors = *self._parameters, *self.leaves

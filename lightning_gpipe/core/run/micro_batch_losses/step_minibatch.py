@@ -142,6 +142,7 @@ class StepMiniBatch(MiniBatchRun):
                 if first is None:
                     self._run_without_pipeline()
                 else:
+                    self._outside.check_slots()
                     self._run_pipeline(first, generators)
                 self._outside.check()
         finally:  # Ctrl-C interrupts this thread, also just before a `with` block exits
