@@ -97,7 +97,8 @@ class CallState:
         if self._arguments is None:
             return {k: [x] for each in modules for k, x in vars(each).items() if type(x) in _PLAIN}
         attributes = {
-            f"{path}.{name}".lstrip("."): _pieces(value)
+            # The dict of parameters may be another once the worker of a later stage has begun.
+            f"{path}.{name}".lstrip("."): _pieces(value)[name == "_parameters" :]
             for each in modules
             for path, module in each.named_modules()
             for name, value in vars(module).items()

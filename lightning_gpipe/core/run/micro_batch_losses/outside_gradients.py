@@ -32,9 +32,13 @@ class OutsideGradients:
     def __init__(self, modules: Iterable[nn.Module], journal: Journal) -> None:
         journal.reset()  # changes that an interrupted mini-batch left
         self._journal = journal
-        self._slots = [m._parameters for m in modules if m._parameters]
-        parameters = (p for slots in self._slots for p in slots.values())
-        self._parameters = list({id(p): p for p in parameters if p is not None}.values())
+        self._slots = [
+            (module._parameters, name, parameter)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._parameters = list({id(p): p for _, _, p in self._slots}.values())
         self._accumulated = [_state_of(parameter.grad) for parameter in self._parameters]
         self._shadows: dict[int, tuple[Tensor, Tensor]] = {}  # by id, a leaf and its shadow
 
@@ -81,14 +85,10 @@ class OutsideGradients:
 
     def check_slots(self) -> None:
         """Refuse a call of the pipeline while modules have others in the place of parameters."""
-        known = {id(p) for p in self._parameters}
-        others = (
-            (name, other)
-            for slots in self._slots
-            for name, other in slots.items()
-            if other is not None and id(other) not in known
-        )
-        for name, other in others:
+        for slots, name, parameter in self._slots:
+            other = slots.get(name)
+            if other is parameter or other is None or parameter.is_meta:
+                continue  # the code has a value of its own for one of another process
             raise RuntimeError(
                 "parameters must stay in their modules while training_step runs for each "
                 f"micro-batch: got another {name!r}, of shape {tuple(other.shape)}, at the call of "

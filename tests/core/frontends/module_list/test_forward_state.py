@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_gpipe.core.faithful.parameter_slots import ParameterSlots
 from tests.support.loops import WIDTH, looped, states
 from tests.support.models import assert_same_step
 
@@ -223,6 +224,20 @@ def set_around_the_loop(blocks: list[Any], x: Any) -> Any:
     return x
 
 
+def later_worker_begins(blocks: list[Any], x: Any) -> Any:
+    """The worker of these blocks puts its shadows in, while a chain calls its second module."""
+    linears = [block.linear for block in blocks]
+    before = [linear._parameters for linear in linears]
+    for block in blocks:
+        x = block(x)
+        if block is blocks[0]:
+            for linear in linears:
+                vars(linear)["_parameters"] = ParameterSlots(linear._parameters, lambda: True)
+    for linear, slots in zip(linears, before, strict=True):
+        vars(linear)["_parameters"] = slots
+    return x
+
+
 class Counting(nn.BatchNorm1d):
     """Edits buffers and attributes in forward, also while it is tried on a few rows."""
 
@@ -237,7 +252,7 @@ class Counting(nn.BatchNorm1d):
         return x + super().forward(x)
 
 
-@pytest.mark.parametrize("loop", [set_and_left, set_around_the_loop])
+@pytest.mark.parametrize("loop", [set_and_left, set_around_the_loop, later_worker_begins])
 def test_what_stays_until_blocks_run(loop: Loop):
     plain = Looping(loop)
     model = copy.deepcopy(plain)
