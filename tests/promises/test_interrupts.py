@@ -11,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
 import lightning_gpipe
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.verify.step_verification import verify_step
 from lightning_gpipe.core.verify.verification import verify
 from tests.support.interrupts import first_and_last, interrupted_at
 from tests.support.models import gradients
@@ -103,7 +105,8 @@ def strike(pipeline: GPipe, files: set[str], run: Callable[[], Callable[[], obje
     run()()  # some lines run only once
     expected, look = step(pipeline), Look(pipeline)
     struck = 0
-    moments = first_and_last(run(), files, both=SOAK)[::EVERY]
+    few = files is VERIFICATION  # lines
+    moments = first_and_last(run(), files, both=SOAK or few)[:: 1 if few else EVERY]
     for k in range(0, len(moments), STRIKES):
         for line, time in moments[k : k + STRIKES]:
             struck += interrupted_at(run(), line, time)
@@ -149,8 +152,15 @@ def test_interrupt_of_a_step(pipe: Pipe) -> None:
     assert strike(pipeline, ENGINE, run) > 30
 
 
-def test_interrupt_of_verification(pipe: Pipe) -> None:
-    """Struck as dropouts were switched off, they stayed so."""
+def verification_of_a_step(pipeline: GPipe) -> object:
+    return verify_step(pipeline, lambda x: pipeline(x).square().mean(), X)
+
+
+@pytest.mark.parametrize("verification", [lambda model: verify(model, X), verification_of_a_step])
+def test_interrupt_of_verification(verification: Callable[[GPipe], object], pipe: Pipe) -> None:
+    """Struck as dropouts were switched off, they stayed so, or the next call was verified again."""
     pipeline = piped(pipe, devices=1)
 
-    assert strike(pipeline, VERIFICATION, lambda: lambda: verify(pipeline, X)) > 15
+    assert strike(pipeline, VERIFICATION, lambda: lambda: verification(pipeline)) > 10
+    assert pipeline.chunks == 2
+    assert pipeline.only.reads_losses

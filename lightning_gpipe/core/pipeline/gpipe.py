@@ -255,8 +255,6 @@ class GPipe(StandIn):
     @not_compiled
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.telling():  # others wait for what its own code comes to next
-            for piped in self.piped_modules:
-                piped.pipeline.reset_patches()
             return self.piped_modules[0].run(*args, **kwargs)
 
     def by_micro_batch(

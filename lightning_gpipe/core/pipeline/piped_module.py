@@ -127,12 +127,11 @@ class PipedModule:
         self, program: Program, values: Sequence[Any], *, chunks: int | None = None
     ) -> list[Any]:
         pipeline = self.pipeline
-        if self.frontend.takes_batch:  # other front-ends have asked
-            pipeline.reset_patches()  # the user may call the module itself
-            if is_traced(values[0], self.module.parameters()):
-                _check_here(len(pipeline.stages), pipeline.layout.n)
-                with pipeline.engine.exclusive():
-                    return walk_program(pipeline.stages, program, values)
+        # Other front-ends have asked.
+        if self.frontend.takes_batch and is_traced(values[0], self.module.parameters()):
+            _check_here(len(pipeline.stages), pipeline.layout.n)
+            with pipeline.engine.exclusive():
+                return walk_program(pipeline.stages, program, values)
         self.runs += 1
         if self.check is not None:
             self.check(self, program, values, chunks)

@@ -25,7 +25,7 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
     warn_of_equal_sums,
 )
-from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
+from lightning_gpipe.core.faithful import refuse_unsupported_modes
 from lightning_gpipe.core.layout import META, Layout, check_order
 from lightning_gpipe.core.pipeline.choose.options import Resolved
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
@@ -92,7 +92,6 @@ class Pipeline:
         self.layout = layout
         self.engine = self._engine(layout, workers, connection, number)
         self.activation_checkpointing = settings.activation_checkpointing
-        self.patches = Journal()
         self._looks = 2  # at loss terms, the second for what is zero in the first
 
     def _engine(
@@ -134,7 +133,7 @@ class Pipeline:
         """Run on another layout from now on, in this process, with the same observers."""
         before = vars(self).get("engine")  # none in a copy
         self.layout = layout
-        self.engine, self.patches = self._engine(layout, workers, None, 0), Journal()
+        self.engine = self._engine(layout, workers, None, 0)
         if before is not None:
             self.engine.succeed(before)
 
@@ -154,7 +153,7 @@ class Pipeline:
                 "a pipeline over processes cannot be copied or pickled. Copy the model before it "
                 "becomes a pipeline, or the model that the pipeline was made of."
             )
-        return {name: x for name, x in vars(self).items() if name not in ("engine", "patches")}
+        return {name: x for name, x in vars(self).items() if name != "engine"}
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -191,12 +190,6 @@ class Pipeline:
 
     def close(self) -> None:
         self.engine.close()
-
-    def reset_patches(self) -> None:
-        """Undo what an interrupted verification left in the layers."""
-        if len(self.patches):
-            with self.engine.exclusive():
-                self.patches.reset()
 
     def _run(
         self, program: Program, batch: Any, chunks: int

@@ -22,13 +22,26 @@ def exclusive(pipelines: Sequence[Pipeline]) -> Iterator[None]:
     with ExitStack() as stack:
         for pipeline in pipelines:
             stack.enter_context(pipeline.engine.exclusive())
-            pipeline.patches.reset()  # changes that an interrupted verification left
         yield
+
+
+@contextmanager
+def patched(writes: Iterable[Write]) -> Iterator[None]:
+    """Make changes for the duration of a ``with`` block; Ctrl-C at any moment leaves none.
+
+    No later mini-batch would undo them. A generator that did not end does when it is freed.
+    """
+    journal = Journal()
+    try:
+        with journal.changed(writes):
+            yield
+    finally:
+        journal.undo()
 
 
 def in_chunks(pipelines: Sequence[Pipeline], chunks: int) -> Manager:
     """Run mini-batches in this number of micro-batches in a ``with`` block."""
-    return Journal().changed((Attributes(pipeline), "chunks", chunks) for pipeline in pipelines)
+    return patched((Attributes(pipeline), "chunks", chunks) for pipeline in pipelines)
 
 
 def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Manager:
@@ -38,14 +51,14 @@ def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Man
     return together([preserved(modules, devices, parameters=True), *engines])
 
 
-def by_rows(modules: Iterable[nn.Module], journal: Journal, *, sampled: bool) -> Manager:
+def by_rows(modules: Iterable[nn.Module], *, sampled: bool) -> Manager:
     """Disable the dropouts among ``modules`` in a ``with`` block, so that they draw nothing.
 
     If ``sampled``, others of PyTorch whose results depend on the micro-batches do as in evaluation,
     where they do not: they would hide what the layers after them do.
     """
     writes = map(_evaluating if sampled else _without_dropout, modules)
-    return journal.changed(chain.from_iterable(writes))
+    return patched(chain.from_iterable(writes))
 
 
 def of_micro_batches(module: nn.Module) -> str | None:

@@ -21,7 +21,6 @@ from torch.autograd.grad_mode import inference_mode
 from lightning_gpipe.core.data import change_tensors, collect_loss_terms
 from lightning_gpipe.core.faithful import (
     Changes,
-    Journal,
     Manager,
     RandomState,
     Write,
@@ -32,7 +31,13 @@ from lightning_gpipe.core.profile import following
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import Comparison, DifferenceSearch
-from lightning_gpipe.core.verify.isolation import by_rows, in_chunks, isolated, of_micro_batches
+from lightning_gpipe.core.verify.isolation import (
+    by_rows,
+    in_chunks,
+    isolated,
+    of_micro_batches,
+    patched,
+)
 from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, kept_values, tensors
 from lightning_gpipe.core.verify.runs import (
     Run,
@@ -89,7 +94,7 @@ class WholeCall:
 
     def compare(self, tolerance: float | None = None, chunks: int = 1) -> Comparison:
         devices, modules = self._layout.devices, list(self.module.modules())
-        with without_checkpointing(), by_rows(modules, self._journal, sampled=self.sampled):
+        with without_checkpointing(), by_rows(modules, sampled=self.sampled):
             self.chunks = 1 if any(map(of_micro_batches, modules)) else chunks
             with self.isolated(), in_chunks(self.pipelines, self.chunks):
                 pipelined = self._run()
@@ -101,16 +106,6 @@ class WholeCall:
 
     def isolated(self) -> Manager:
         return isolated(self.module.modules(), self.pipelines)
-
-    @property
-    def _journal(self) -> Journal:
-        """The journal of a pipeline that runs the forward.
-
-        The run of an nn.Sequential undoes the changes in the journal of its own pipeline.
-        """
-        return next(
-            piped.pipeline.patches for piped in self.piped_modules if not piped.frontend.takes_batch
-        )
 
     def _run(self, like: Run | None = None) -> Run:
         """Make the call with copies of its arguments, and compute its gradients.
@@ -185,4 +180,4 @@ class WholeCall:
             for name, tensor in slots.items()
             if tensor is not None and tensor.device != outside
         ]
-        stack.enter_context(self._journal.changed(writes))
+        stack.enter_context(patched(writes))

@@ -22,7 +22,6 @@ from lightning_gpipe.core.faithful import (
     Attributes,
     Changes,
     ForeignGenerator,
-    Journal,
     RandomState,
 )
 from lightning_gpipe.core.layout import holders, is_generator
@@ -36,6 +35,7 @@ from lightning_gpipe.core.verify.isolation import (
     in_chunks,
     isolated,
     of_micro_batches,
+    patched,
 )
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, kept_values, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
@@ -112,8 +112,7 @@ def _verified(
 ) -> StepParity | None:
     pipeline = runs.pipeline
     parities: list[Parity] = []
-    # Not the pipeline's journal: a call of the pipeline resets that.
-    with exclusive([pipeline.only]), by_rows(runs.modules, Journal(), sampled=runs.sampled):
+    with exclusive([pipeline.only]), by_rows(runs.modules, sampled=runs.sampled):
         pieces = runs.by_micro_batch(schedule)
         if not runs.losses:
             return None
@@ -173,7 +172,7 @@ class StepRuns:
         self._drew = False
 
     def by_micro_batch(self, schedule: StepSchedule) -> Run:
-        unread = Journal().changed([(Attributes(self.pipeline.only), "reads_losses", False)])
+        unread = patched([(Attributes(self.pipeline.only), "reads_losses", False)])
         with isolated(self.modules, [self.pipeline.only]), unread:
             changes = Changes(self._layers)
             outcome = self.pipeline.by_micro_batch(

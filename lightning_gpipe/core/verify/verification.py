@@ -40,7 +40,7 @@ from lightning_gpipe.core.verify.difference import (
     UnitSearch,
     most_exact,
 )
-from lightning_gpipe.core.verify.isolation import by_rows, exclusive, in_chunks, isolated
+from lightning_gpipe.core.verify.isolation import by_rows, exclusive, in_chunks, isolated, patched
 from lightning_gpipe.core.verify.named_values import unpacked
 from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
@@ -120,7 +120,7 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
             raise _AllVerified
 
     with exclusive(call.pipelines):
-        checks = Journal().changed((Attributes(x), "check", check) for x in call.piped_modules)
+        checks = patched((Attributes(x), "check", check) for x in call.piped_modules)
         with call.isolated(), checks, suppress(_AllVerified):
             call()
         if not parities:
@@ -209,7 +209,7 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
     with (
         exclusive([pipeline]),
         without_checkpointing(),
-        by_rows(module.modules(), pipeline.patches, sampled=subject.sampled),
+        by_rows(module.modules(), sampled=subject.sampled),
     ):
         with isolated(module.modules(), [pipeline]):
             pipelined = run_pipelined(subject, input)
