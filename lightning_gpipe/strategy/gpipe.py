@@ -46,7 +46,7 @@ from lightning_gpipe.checkpoints import (
     to_cpu,
 )
 from lightning_gpipe.core.data import MicroBatching
-from lightning_gpipe.core.faithful import Journal
+from lightning_gpipe.core.faithful import Journal, patched
 from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import refuse_second_backward
@@ -623,7 +623,7 @@ class GPipeStrategy(ParallelStrategy):
         if self.model is self._root:
             return run()
         # Lightning looks the method up by its name.
-        with Journal().changed([(vars(self._root), "run_micro_batches", run)]):
+        with patched([(vars(self._root), "run_micro_batches", run)]):
             return self._forward_redirection(self.model, self._root, "run_micro_batches")
 
     @override

@@ -40,6 +40,7 @@ from lightning_gpipe.core.faithful import (
     Journal,
     Manager,
     RandomState,
+    patched,
     record,
     version_of,
 )
@@ -353,4 +354,4 @@ class InnerProcesses:
             for name, parameter in module._parameters.items()
             if id(parameter) in own
         ]
-        return Journal().changed(slots)
+        return patched(slots)

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_gpipe.core.faithful import Attributes, Journal
+from lightning_gpipe.core.faithful import Attributes, patched
 from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping
 from lightning_gpipe.core.schedules import Block, ByMicroBatch
 from lightning_gpipe.core.verify import verify_step, verify_step_sample
@@ -125,7 +125,7 @@ class MicroBatchSteps:
             precision.train_step_context(),
             same_options(trainer),
             CollectedLogs(module, lambda: 0).collecting(),
-            Journal().changed([(Attributes(trainer), "loggers", silent)]),
+            patched([(Attributes(trainer), "loggers", silent)]),
         ):
             parity = (verify_step_sample if sample else verify_step)(
                 self._pipeline, step, batch, schedule=self._schedule, around=module, scale=scale

@@ -24,10 +24,10 @@ from lightning_gpipe.checkpoints import generators_of
 from lightning_gpipe.core.faithful import (
     NOTHING,
     Attributes,
-    Journal,
     Manager,
     RandomState,
     add_note,
+    patched,
     together,
 )
 from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_of, unchanged
@@ -88,7 +88,7 @@ def _own_optimizers_unchanged(module: LightningModule) -> Manager:
     There are none at the beginning of the block.
     """
     gradients = [(Attributes(parameter), "grad", None) for parameter in module.parameters()]
-    return together([Journal().changed(gradients), held_optimizers_preserved(module)])
+    return together([patched(gradients), held_optimizers_preserved(module)])
 
 
 def _idle_optimizers(module: LightningModule) -> Manager:
@@ -104,7 +104,7 @@ def _idle_optimizers(module: LightningModule) -> Manager:
     optimizers = made[0] if len(made) == 1 else made
     idle = dict.fromkeys(_OF_OPTIMIZERS, _do_nothing)
     found = {"optimizers": lambda use_pl_optimizer=True: optimizers, **idle}
-    return Journal().changed((vars(module), name, method) for name, method in found.items())
+    return patched((vars(module), name, method) for name, method in found.items())
 
 
 def _call_closure(closure: Callable[[], Any] | None = None, **_: Any) -> Any:

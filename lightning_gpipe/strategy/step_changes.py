@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator, MeanMetric
 from torchmetrics.wrappers import Running
 
-from lightning_gpipe.core.faithful import Changes, Journal, Write
+from lightning_gpipe.core.faithful import Changes, Write, patched
 from lightning_gpipe.core.pipeline import Outcome
 from lightning_gpipe.strategy.optimizer_options import changed_options, options_of
 
@@ -53,7 +53,7 @@ class StepChanges:
         around = [each for each in own if each not in self._layers]
         paths = {each: path for path, each in module.named_modules(prefix="self")}
         watched = Changes(around, buffers_of=around, parameters_of=own, compared=True)
-        with Journal().changed(_noting_metrics(module, self._found, self._means)):
+        with patched(_noting_metrics(module, self._found, self._means)):
             yield
         slots = watched.slots
         if self._batches == _BATCHES:

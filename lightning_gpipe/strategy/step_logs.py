@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpipe.core.data import memory
-from lightning_gpipe.core.faithful import Journal, LazyManagers, Manager, together
+from lightning_gpipe.core.faithful import LazyManagers, Manager, patched, together
 from lightning_gpipe.core.pipeline import Outcome
 from lightning_gpipe.core.run import in_layers, loss_and_weight
 from lightning_gpipe.strategy.step_results import mean_of
@@ -50,7 +50,7 @@ class CollectedLogs:
 
     def collecting(self) -> Manager:
         # A method, since what an object in an attribute holds is state of the module.
-        return Journal().changed([(vars(self._module), "log", self.__call__)])
+        return patched([(vars(self._module), "log", self.__call__)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if in_layers():
@@ -93,7 +93,7 @@ class BatchMetrics:
         modules = list(modules)
         metrics = _metrics_among(modules)
         # A group of metrics whose states are equal after a micro-batch may differ after the batch.
-        ungrouped = Journal().changed(
+        ungrouped = patched(
             (vars(each), "_enable_compute_groups", False)
             for each in modules
             if isinstance(each, MetricCollection) and not each._groups_checked

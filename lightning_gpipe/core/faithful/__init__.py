@@ -4,7 +4,7 @@ Each module here handles one thing that would otherwise go wrong silently: threa
 random numbers, buffers, in-place edits, running statistics, gradients that arrive in parts.
 """
 
-from lightning_gpipe.core.faithful.journal import ABSENT, Attributes, Journal, Write
+from lightning_gpipe.core.faithful.journal import ABSENT, Attributes, Journal, Write, patched
 from lightning_gpipe.core.faithful.layers.batch_dimension import RowWatch, RowWatches
 from lightning_gpipe.core.faithful.layers.batchnorm import (
     DeferredStatistics,
@@ -18,6 +18,7 @@ from lightning_gpipe.core.faithful.layers.replicated_norm import Gather
 from lightning_gpipe.core.faithful.managers import (
     NOTHING,
     Bracket,
+    Closing,
     LazyManagers,
     Manager,
     setting,

@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
 from weakref import ref
 
-from lightning_gpipe.core.faithful.managers import Bracket, Manager
+from lightning_gpipe.core.faithful.managers import Bracket, Closing, Manager
 
 
 class Slots(Protocol):
@@ -167,6 +167,23 @@ class Journal:
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
         return Journal, ()  # a copied module has no changes in force
+
+
+def patched(writes: Iterable[Write]) -> Manager:
+    """Make changes for the duration of a ``with`` block; Ctrl-C at any moment leaves none.
+
+    For changes that no later mini-batch would undo, as it does what is in the journal of a stage.
+    """
+    return Closing(_patches(writes))
+
+
+def _patches(writes: Iterable[Write]) -> Generator[None, None, None]:
+    journal = Journal()
+    try:
+        with journal.changed(writes):
+            yield
+    finally:
+        journal.undo()  # the rest, if that was interrupted
 
 
 # All journals of the process, because a fork copies all of it: see below. Not a WeakSet, which acts

@@ -8,14 +8,15 @@ written as a generator then exits when the generator is garbage-collected, in th
 work: grad mode would be reset to that of an earlier backward. An object of a class does nothing
 when it is collected. So a manager that changes the state of a thread or of the layers is a class
 with ``__enter__`` and ``__exit__``, and the next mini-batch undoes from the journal what it did not
-undo. Nor does an error of a layer pass through a generator: contextlib sets the error's traceback,
-and an error that does not allow that would be replaced by another one.
+undo. What no mini-batch would undo is a generator, see ``Closing``. Nor does an error of a layer
+pass through a generator: contextlib sets the error's traceback, and an error that does not allow
+that would be replaced by another one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -84,3 +85,22 @@ class LazyManagers:
         except BaseException:
             self.__exit__(*sys.exc_info())  # the others
             raise
+
+
+class Closing(AbstractContextManager[None]):
+    """Advances a generator to its only yield on entry, and to its end on exit.
+
+    If Ctrl-C comes just before the exit, the generator is closed when it is garbage-collected: what
+    nothing later would undo is undone, and other threads do not wait for ever.
+    ``contextlib.contextmanager`` does this too, but sets attributes of an error that passes
+    through, which fails if it is a frozen dataclass.
+    """
+
+    def __init__(self, generator: Generator[None, None, None]) -> None:
+        self._generator = generator
+
+    def __enter__(self) -> None:
+        next(self._generator)
+
+    def __exit__(self, *error: object) -> None:
+        next(self._generator, None)

@@ -25,6 +25,7 @@ from lightning_gpipe.core.faithful import (
     LibraryDraws,
     Manager,
     RandomDraws,
+    patched,
 )
 from lightning_gpipe.core.layout import Layout, ties_of
 from lightning_gpipe.core.programs import Program, Route, SkipName
@@ -318,7 +319,7 @@ class Engine:
                 for name, p in module._parameters.items()
                 if p is not None and p.is_meta
             ]
-            with Journal().changed(slots):
+            with patched(slots):
                 return compute()
 
         return self.everywhere(j, run)

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from lightning_gpipe.core.faithful import Closing
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.transport.threads import lineage
 
@@ -90,7 +91,7 @@ class Exclusion:
         if callers and any(turn.owner in callers for turn in turns):
             # Several workers of that pipeline may come: they take turns among themselves.
             turns = (*[turn for turn in turns if turn.owner not in callers], self._own)
-        return _Closing(self._hold(turns, thread))
+        return Closing(self._hold(turns, thread))
 
     def _hold(
         self, turns: Sequence[_Turn], thread: threading.Thread
@@ -106,21 +107,3 @@ class Exclusion:
                     yield
             finally:
                 turn.owner = before
-
-
-class _Closing(AbstractContextManager[None]):
-    """Advances a generator to its only yield on entry, and to its end on exit.
-
-    If Ctrl-C comes just before the exit, the generator is closed when it is garbage-collected, so
-    other threads do not wait for ever. ``contextlib.contextmanager`` does this too, but sets
-    attributes of an error that passes through, which fails if it is a frozen dataclass.
-    """
-
-    def __init__(self, generator: Generator[None, None, None]) -> None:
-        self._generator = generator
-
-    def __enter__(self) -> None:
-        next(self._generator)
-
-    def __exit__(self, *error: object) -> None:
-        next(self._generator, None)

@@ -12,7 +12,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_gpipe.core.faithful import Attributes, Journal, Manager, Write, preserved, together
+from lightning_gpipe.core.faithful import (
+    Attributes,
+    Manager,
+    Write,
+    patched,
+    preserved,
+    together,
+)
 from lightning_gpipe.core.pipeline import Pipeline
 
 
@@ -23,20 +30,6 @@ def exclusive(pipelines: Sequence[Pipeline]) -> Iterator[None]:
         for pipeline in pipelines:
             stack.enter_context(pipeline.engine.exclusive())
         yield
-
-
-@contextmanager
-def patched(writes: Iterable[Write]) -> Iterator[None]:
-    """Make changes for the duration of a ``with`` block; Ctrl-C at any moment leaves none.
-
-    No later mini-batch would undo them. A generator that did not end does when it is freed.
-    """
-    journal = Journal()
-    try:
-        with journal.changed(writes):
-            yield
-    finally:
-        journal.undo()
 
 
 def in_chunks(pipelines: Sequence[Pipeline], chunks: int) -> Manager:

@@ -24,6 +24,7 @@ from lightning_gpipe.core.faithful import (
     Manager,
     RandomState,
     Write,
+    patched,
     without_checkpointing,
 )
 from lightning_gpipe.core.pipeline import PipedModule
@@ -36,7 +37,6 @@ from lightning_gpipe.core.verify.isolation import (
     in_chunks,
     isolated,
     of_micro_batches,
-    patched,
 )
 from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, kept_values, tensors
 from lightning_gpipe.core.verify.runs import (

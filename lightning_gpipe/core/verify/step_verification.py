@@ -23,6 +23,7 @@ from lightning_gpipe.core.faithful import (
     Changes,
     ForeignGenerator,
     RandomState,
+    patched,
 )
 from lightning_gpipe.core.layout import holders, is_generator
 from lightning_gpipe.core.pipeline import GPipe, StepSchedule
@@ -35,7 +36,6 @@ from lightning_gpipe.core.verify.isolation import (
     in_chunks,
     isolated,
     of_micro_batches,
-    patched,
 )
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, kept_values, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity

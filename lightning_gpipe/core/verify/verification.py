@@ -29,6 +29,7 @@ from lightning_gpipe.core.faithful import (
     Journal,
     Manager,
     is_traced,
+    patched,
     without_checkpointing,
 )
 from lightning_gpipe.core.pipeline import GPipe, PipedModule, Pipeline
@@ -40,7 +41,7 @@ from lightning_gpipe.core.verify.difference import (
     UnitSearch,
     most_exact,
 )
-from lightning_gpipe.core.verify.isolation import by_rows, exclusive, in_chunks, isolated, patched
+from lightning_gpipe.core.verify.isolation import by_rows, exclusive, in_chunks, isolated
 from lightning_gpipe.core.verify.named_values import unpacked
 from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpipe.core.faithful import Attributes, Journal, Manager
+from lightning_gpipe.core.faithful import Attributes, Manager, patched
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.run import leaves_around, own_parameters
 from lightning_gpipe.core.schedules import is_by_micro_batch
@@ -193,7 +193,7 @@ class GradientAveraging:
 
     def accumulating(self) -> Manager:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""
-        return Journal().changed([(Attributes(self), "_accumulates", True)])
+        return patched([(Attributes(self), "_accumulates", True)])
 
     @contextmanager
     def leaving_early(self, *, loss: Tensor | None = None, adds: bool = True) -> Iterator[None]:
@@ -202,7 +202,7 @@ class GradientAveraging:
         ``loss`` is the one whose backward runs; None for a training step. With ``adds``, gradients
         are added to those of steps before.
         """
-        by_trainer = Journal().changed([(Attributes(self), "_in_backward", loss is not None)])
+        by_trainer = patched([(Attributes(self), "_in_backward", loss is not None)])
         with by_trainer, self._leaving_early(loss, adds=adds):
             yield
 
@@ -227,7 +227,7 @@ class GradientAveraging:
             if pipeline is None or not (averages.buckets or divides):
                 yield
                 return
-            with Journal().changed([(Attributes(pipeline.engine), "home", averages)]):
+            with patched([(Attributes(pipeline.engine), "home", averages)]):
                 yield
 
     def equalise_buffers(self, *, trains: bool = True) -> None:

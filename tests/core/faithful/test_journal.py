@@ -15,7 +15,9 @@ from lightning_gpipe.core.faithful.journal import (
     Journal,
     JournalAbandoned,
     _abandon_all,
+    patched,
 )
+from tests.support.interrupts import first_and_last, interrupted_at
 from tests.support.waiting import PATIENCE
 
 
@@ -295,3 +297,19 @@ def test_journals_that_ended_are_not_remembered() -> None:
 
     assert len(_JOURNALS) <= before + 1
     assert journal in [reference() for reference in _JOURNALS.values()]
+
+
+def test_interrupts_of_patches() -> None:
+    """Ctrl-C at any line, the first and the last time that it runs, leaves no change."""
+    slots = {"old": 1}
+
+    def run() -> None:
+        with patched([(slots, "old", 2), (slots, "new", 3)]):
+            assert slots == {"old": 2, "new": 3}
+
+    files = {Journal.write.__code__.co_filename, __file__}
+    moments = first_and_last(run, files)
+    assert len(moments) > 20
+    for line, time in moments:
+        interrupted_at(run, line, time)
+        assert slots == {"old": 1}, f"after {line}, time {time}"

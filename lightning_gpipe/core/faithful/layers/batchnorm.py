@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.journal import Journal, Write, patched
 from lightning_gpipe.core.faithful.layers.replicated_norm import (
     Gather,
     Moments,
@@ -145,7 +145,7 @@ class _RecordingForward:
 def over_replicas(norms: Iterable[_BatchNorm], gather: Gather) -> Manager:
     """Let batch norms that train normalise by the rows of all replicas, in a ``with`` block."""
     training = (norm for norm in norms if norm.training)
-    return Journal().changed(
+    return patched(
         [
             (vars(norm), "forward", partial(_forward_over_replicas, norm, gather))
             for norm in training

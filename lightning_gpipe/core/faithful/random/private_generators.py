@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.journal import patched
 from lightning_gpipe.core.faithful.managers import Manager
 
 
@@ -31,7 +31,7 @@ def default_generator(device: torch.device) -> Generator:
 def drawing_by_default() -> Manager:
     """A ``with`` block in which operators draw from the default generators in any case."""
     modes = [x for x in _get_current_dispatch_mode_stack() if isinstance(x, _RedirectedDraws)]
-    return Journal().changed([(vars(mode), "_redirects", False) for mode in modes])
+    return patched([(vars(mode), "_redirects", False) for mode in modes])
 
 
 class AboutToDraw(Exception):

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.journal import patched
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.random.generators import SharedGenerators
 from lightning_gpipe.core.faithful.random.random_state import RandomState
@@ -160,7 +160,7 @@ class RandomDraws:
 
     def unchanged(self) -> Manager:
         """Discard at the end of a ``with`` block what was recorded in it."""
-        return Journal().changed([(vars(self), "_history", self._history.copy())])
+        return patched([(vars(self), "_history", self._history.copy())])
 
     def _settle(self, generators: SharedGenerators, drew: bool, recomputed: bool) -> None:
         """Advance the shared generators once if anything was drawn from them or private ones."""

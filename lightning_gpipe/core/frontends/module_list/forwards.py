@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import is_whole
-from lightning_gpipe.core.faithful import Journal, Manager, is_traced
+from lightning_gpipe.core.faithful import Manager, is_traced, patched
 from lightning_gpipe.core.frontends.frontend import OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.lines import calling_line, in_autograd_function
 from lightning_gpipe.core.frontends.module_list.blocks import Block
@@ -83,7 +83,7 @@ class BlockCalls:
         self._ran = False
 
     def plain(self) -> Manager:
-        return Journal().changed([(vars(self), "_plain", True)])
+        return patched([(vars(self), "_plain", True)])
 
     def forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         session = self._session

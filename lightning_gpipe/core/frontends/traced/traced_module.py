@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import NOTHING, Journal, Manager, is_traced
+from lightning_gpipe.core.faithful import NOTHING, Manager, is_traced, patched
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import check_free, check_recordable, install
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward, trace
@@ -141,9 +141,9 @@ class TracedForward(Frontend):
     def _first_graphs(self) -> list[CallGraph]:
         """Trace training and, if possible, evaluation, with the required arguments only."""
         kind, modules = CallKind.required(self._forward), list(self._module.modules())
-        with Journal().changed((vars(module), "training", True) for module in modules):
+        with patched((vars(module), "training", True) for module in modules):
             graphs = [self._trace(kind)]
-        evaluation = Journal().changed((vars(module), "training", False) for module in modules)
+        evaluation = patched((vars(module), "training", False) for module in modules)
         with evaluation, suppress(UnsupportedForward):
             graphs.append(self._trace(kind))
         return graphs

@@ -86,7 +86,7 @@ class OutsideGradients:
     def check_slots(self) -> None:
         """Refuse a call of the pipeline while modules have others in the place of parameters."""
         for slots, name, parameter in self._slots:
-            other = slots.get(name)
+            other = slots.get(name) if isinstance(slots, dict) else parameter  # not of TorchScript
             if other is parameter or other is None or parameter.is_meta:
                 continue  # the code has a value of its own for one of another process
             raise RuntimeError(

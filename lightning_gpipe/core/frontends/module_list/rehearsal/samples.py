@@ -16,10 +16,10 @@ from lightning_gpipe.core.data import receiving
 from lightning_gpipe.core.faithful import (
     RECOMPUTING,
     Bracket,
-    Journal,
     LazyManagers,
     Manager,
     drawing_by_default,
+    patched,
     preserved,
     record,
 )
@@ -60,7 +60,7 @@ def without_effects(modules: Iterable[nn.Module], device: torch.device) -> Manag
             if p is not None and not p.is_meta and p.device != device
         ]
         copies = {p: _on(p, device) for _, _, p in elsewhere}
-        yield Journal().changed([(slots, name, copies[p]) for slots, name, p in elsewhere])
+        yield patched([(slots, name, copies[p]) for slots, name, p in elsewhere])
         yield drawing_by_default()  # whose states are restored, in this process alone
         yield running()
         yield torch.no_grad()
