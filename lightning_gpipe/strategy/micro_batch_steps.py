@@ -140,10 +140,12 @@ class MicroBatchSteps:
 def _drop_old_gradients(module: L.LightningModule) -> None:
     """Drop the last step's gradients before there is a second set; the loop would do so later.
 
-    They stay where accumulation goes on, or a hook or optimizer of the user's acts on the drop.
+    They stay where accumulation goes on, a hook or optimizer of the user's acts on the drop, or the
+    loop leaves them as they are, while StochasticWeightAveraging has it skip backwards.
     """
     trainer = module.trainer
-    if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
+    accumulates = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches
+    if accumulates or trainer.fit_loop._skip_backward:
         return
     observed = is_overridden("optimizer_zero_grad", module) or any(
         is_overridden("on_before_zero_grad", owner)

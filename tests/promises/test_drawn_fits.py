@@ -38,8 +38,41 @@ pytestmark = [
 
 SOAK = settings().max_examples > 1000
 Paths = pytest.TempPathFactory
+FROZEN = Step("nothing", "frozen batch norm", "by keyword")
 
 
+# Once the step that Lightning makes after an epoch without backward, for the statistics of batch
+# norms, found no gradients of the epoch before.
+AVERAGED = Fit(
+    Model(
+        (
+            Part(
+                "sequential",
+                (Step("nothing", "linear", "by keyword"), FROZEN),
+                starts=(1,),
+                named=False,
+            ),
+        ),
+        "embedding",
+        skip=False,
+        loss="mean",
+        logs=(),
+        optimizer="adam",
+        scheduler="epochs",
+    ),
+    devices=2,
+    strategy=(("schedule", "1f1b"), ("chunks", 1)),
+    callbacks=("averages",),
+    rows=9,
+    size=2,
+    shuffle=False,
+    resumed=None,
+    trainer=(("max_epochs", 1), ("val_check_interval", 0.5), ("precision", "64-true")),
+    seed=0,
+)
+
+
+@example(fit=AVERAGED)
 @settings(max_examples=1000 if SOAK else settings().max_examples // 7)
 @given(fit=fits())
 def test_drawn_fits(fit: Fit, tmp_path_factory: Paths) -> None:

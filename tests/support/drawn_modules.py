@@ -190,12 +190,13 @@ def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
     return [
         {
             "x": row,
-            "tokens": torch.randint(5, (T,)),
+            # The first ones differ, for operators that mix rows by their distances.
+            "tokens": torch.cat([torch.tensor([k % 5]), torch.randint(5, (T - 1,))]),
             "mask": torch.rand(T, 1),
             "weight": torch.randint(1, 4, ()).float(),
             "y": row.mean(0).argmax() % CLASSES,
         }
-        for row in x
+        for k, row in enumerate(x)
     ]
 
 
