@@ -1,4 +1,4 @@
-"""Detects layers that mix the rows of a mini-batch, or get a piece of a single sample.
+"""Detects layers that mix the rows of a mini-batch.
 
 A mini-batch is cut in dim 0 unless the user says otherwise. Attention and recurrent layers with
 ``batch_first=False`` have the time there: they would compute something else without an error.
@@ -33,10 +33,8 @@ from lightning_gpipe.core.faithful.layers.mixed_dims import (
     MixedDim,
     continues,
     mixed_by,
-    unbatched,
 )
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.notes import add_note
 from lightning_gpipe.core.faithful.state.behavior import record
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
@@ -86,13 +84,13 @@ class RowWatch:
         self._arrived: list[_Layout] = []
 
     def watching(self, i: int, journal: Journal) -> Manager:
-        return _Watching(self, i, journal)
+        return journal.changed(self.writes(i))
 
     def close(self) -> None:
         """Record that this call signature was watched; raise if a module mixed the rows."""
         for watched, inputs in self._calls.values():
             if len(inputs) == len(self._division.sizes) and _was_cut(inputs, self._division):
-                raise ValueError(self._describe(watched, inputs[0], 0))
+                raise ValueError(self._describe(watched, inputs[0]))
         self._done()
 
     def writes(self, i: int) -> list[Write]:
@@ -106,16 +104,6 @@ class RowWatch:
             seeing = partial(self._see, watched, i, count, module.forward)
             writes.append((vars(module), "forward", seeing))
         return writes
-
-    def likely(self, i: int) -> str | None:
-        size = self._division.sizes[i]
-        for watched, inputs in self._calls.values():
-            mixed = inputs.get(i)
-            if mixed is None or mixed.shape[mixed.dim] != size:
-                continue
-            if size not in [mixed.shape[k] for k in mixed.rows]:  # only the dim that is mixed
-                return self._describe(watched, mixed, i)
-        return None
 
     def _arrive(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._arrived = _layouts(args)
@@ -139,19 +127,6 @@ class RowWatch:
             count[module] += 1
             as_layer = (mixed.shape, mixed.strides) in self._arrived
             self._calls.setdefault(key, (watched, {}))[1][i] = mixed._replace(as_layer=as_layer)
-        self._refuse(watched, i, args, kwargs)
-        return forward(*args, **kwargs)
-
-    def _refuse(self, watched: _WatchedModule, i: int, args: Any, kwargs: Any) -> None:
-        module = watched.module
-        x = unbatched(module, args, kwargs)
-        if x is not None and x.size(0) == self._division.sizes[i]:
-            raise ValueError(
-                f"{watched} must get a batch dimension: got shape {tuple(x.shape)} in micro-batch "
-                f"{i}, which has {x.size(0)} rows. Its only sample was cut into "
-                f"{len(self._division.sizes)} micro-batches. Add a dim of size 1, as "
-                "DataLoader(batch_size=1) does, or write chunks=1."
-            )
         if i > 0 and continues(module, args, kwargs):
             raise ValueError(
                 f"{watched} must get offsets into the indices of its micro-batch: got those of "
@@ -159,11 +134,12 @@ class RowWatch:
                 "row per sample. Pad them to the shape (rows, longest), with padding_idx for the "
                 "rest, and leave out the offsets."
             )
+        return forward(*args, **kwargs)
 
-    def _describe(self, watched: _WatchedModule, mixed: MixedDim, i: int) -> str:
+    def _describe(self, watched: _WatchedModule, mixed: MixedDim) -> str:
         message = (
             f"{watched} must not mix the dim in which the mini-batch was cut: got shape "
-            f"{mixed.shape} in micro-batch {i}, and it mixes dim {mixed.dim} ({mixed.how}), which "
+            f"{mixed.shape} in micro-batch 0, and it mixes dim {mixed.dim} ({mixed.how}), which "
             f"has the rows of each micro-batch: {', '.join(map(str, self._division.sizes))}. "
         )
         if not mixed.rows:
@@ -177,24 +153,6 @@ class RowWatch:
             f"If the rows of the mini-batch are in {where}, write microbatching=Rows(dim={dim}) "
             f"for an nn.Sequential.{mixed.cure} Or write chunks=1."
         )
-
-
-class _Watching:
-    # A class: see Note [Context managers are classes].
-
-    def __init__(self, watch: RowWatch, i: int, journal: Journal) -> None:
-        self._watch = watch
-        self._i = i
-        self._changed = journal.changed(watch.writes(i))
-
-    def __enter__(self) -> None:
-        self._changed.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._changed.__exit__(kind, error, traceback)
-        likely = self._watch.likely(self._i) if isinstance(error, Exception) else None
-        if error is not None and likely is not None:
-            add_note(error, f"this may be the reason: {likely}")
 
 
 def _was_cut(inputs: dict[int, MixedDim], division: Division) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import PackedSequence
 
 RECOGNISED = (
@@ -20,11 +19,7 @@ RECOGNISED = (
     nn.Softmax,
     nn.LogSoftmax,
     nn.Softmin,
-    nn.Linear,
-    nn.LayerNorm,
-    nn.RMSNorm,
     nn.EmbeddingBag,
-    _ConvNd,
 )
 
 
@@ -52,22 +47,6 @@ def mixed_by(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         case nn.Softmax() | nn.LogSoftmax() | nn.Softmin():
             return _normalised(_argument(args, kwargs, 0, "input"), module.dim)
     return None
-
-
-def unbatched(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the input of a layer if it is a vector or an image: a piece of a single sample."""
-    match module:
-        case nn.Linear():
-            dims, features = 1, module.in_features
-        case _ConvNd():
-            dims, features = 1 + len(module.kernel_size), module.in_channels
-        case nn.LayerNorm() | nn.RMSNorm():
-            dims, features = len(module.normalized_shape), module.normalized_shape[0]
-        case _:
-            return None
-    x = _argument(args, kwargs, 0, "input")
-    fits = not isinstance(x, Tensor) or x.dim() != dims or x.size(0) == features
-    return None if fits else x
 
 
 def continues(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
