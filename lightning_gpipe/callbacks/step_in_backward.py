@@ -27,8 +27,16 @@ from lightning_gpipe.core.run import GradientHome, GradientTransfer, leaves_arou
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
 
-_BETWEEN = ("on_after_backward", "on_before_optimizer_step")  # hooks, before the step
-_OF_MODULE = (*_BETWEEN, "optimizer_step", "configure_gradient_clipping")
+# Hooks that may look at the gradients of all.
+_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_OF_MODULE = (
+    *_HOOKS,
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+)
+_OF_PRECISION = ("post_backward", "clip_gradients")
 
 
 class StepInBackward(Callback):
@@ -49,9 +57,9 @@ class StepInBackward(Callback):
     Raises:
         TypeError: If the strategy makes no pipeline.
         ValueError: When the fit begins: if the gradients are needed together, as for clipping, a
-            gradient scaler or a hook between backward and step; with several optimizers, processes
-            or replicas, manual optimization, or a loss for each micro-batch; and if weights are on
-            a GPU.
+            gradient scaler, or a hook or an override that acts on them; with several optimizers,
+            processes or replicas, manual optimization, or a loss for each micro-batch; and if
+            weights are on a GPU.
     """
 
     def __init__(self) -> None:
@@ -130,9 +138,13 @@ def _reasons(trainer: Trainer, module: LightningModule, callback: Callback) -> l
         ),
     }
     overriding = [(module, name) for name in _OF_MODULE]
-    overriding += [(each, name) for each in others for name in _BETWEEN]
+    overriding += [(each, name) for each in others for name in _HOOKS]
     for owner, name in overriding:
         refused[f"{type(owner).__name__}.{name}"] = is_overridden(name, owner)
+    precision = type(trainer.precision_plugin)
+    for name in _OF_PRECISION:
+        library = getattr(precision, name).__module__.startswith("lightning.")
+        refused[f"{precision.__name__}.{name}"] = not library
     parameters = (p for part in pipeline.layout.partitions for p in part.parameters)
     refused["weights on GPUs"] = any(p.device.type != "cpu" for p in parameters)
     return [name for name, there in refused.items() if there]
@@ -183,7 +195,7 @@ class _EarlySteps(GradientHome):
             {**group, "params": [p for p in group["params"] if id(p) in own]} for group in groups
         ]
         parts = [part for part in parts if part["params"]]
-        settings = [{**part} for part in parts]
+        settings, counts = [{**part} for part in parts], _numbers_of(optimizer)
         for parameter, gradient in pairs:
             # That of the batches before is there, if gradients are accumulated.
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -192,13 +204,19 @@ class _EarlySteps(GradientHome):
             optimizer.step()
         finally:
             optimizer.param_groups = groups
-        if parts != settings:
+        changed = [name for name, x in _numbers_of(optimizer).items() if counts.get(name) != x]
+        if parts != settings or changed:
+            what = f"attribute {changed[0]!r}" if changed else "parameter groups"
             raise RuntimeError(
                 "StepInBackward needs an optimizer that steps each parameter by itself: "
-                f"{type(optimizer).__name__} changes its parameter groups in a step."
+                f"{type(optimizer).__name__} changes its {what} in a step."
             )
         for parameter, _ in pairs:
             parameter.grad = None
+
+
+def _numbers_of(optimizer: Optimizer) -> dict[str, float]:
+    return {name: x for name, x in vars(optimizer).items() if type(x) in (int, float)}
 
 
 class _Steps(GradientTransfer):

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy, StepInBackward
@@ -205,6 +206,40 @@ def test_optimizer_that_counts_steps(tmp_path: Path) -> None:
         in_backward(tmp_path, Counted)
 
 
+class InAttribute(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
+class CountedInAttribute(Classifier):
+    def configure_optimizers(self) -> Any:
+        return InAttribute(self.parameters(), lr=0.1)
+
+
+def test_optimizer_that_counts_steps_in_an_attribute(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="InAttribute changes its attribute 'count' in a step"):
+        in_backward(tmp_path, CountedInAttribute)
+
+
+class Clips(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class Keeps(Classifier):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        pass
+
+
+class Clipping(Precision):
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
 class Looks(Classifier):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
@@ -240,6 +275,9 @@ class OneVector(Classifier):
         (Classifier, {"gradient_clip_val": 0.5}, "Trainer(gradient_clip_val=0.5)"),
         (Looks, {}, "Looks.on_before_optimizer_step"),
         (Classifier, {"callbacks": [Logs()]}, "Logs.on_after_backward"),
+        (Clips, {}, "Clips.backward"),
+        (Keeps, {}, "Keeps.optimizer_zero_grad"),
+        (Classifier, {"plugins": [Clipping()]}, "Clipping.clip_gradients"),
         (Manual, {}, "manual optimization"),
         (Stepped, {}, "hooks of the optimizer's step"),
     ],

@@ -35,6 +35,7 @@ from lightning_gpipe.core.data.microbatch.row_values import (
     plain,
 )
 from lightning_gpipe.core.data.microbatch.rows import Rows
+from lightning_gpipe.core.data.pieces import loss_in_pieces
 from lightning_gpipe.core.data.pytree import (
     LEAF_SPEC,
     FlatTree,
@@ -70,7 +71,6 @@ from lightning_gpipe.core.data.terms import (
     Receiver,
     Term,
     collect_loss_terms,
-    loss_in_pieces,
     loss_term,
     receiving,
     reduced,

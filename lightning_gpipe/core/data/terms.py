@@ -5,9 +5,6 @@ In a pipeline that has the value of the last micro-batch only, and its graph end
 where the gradient is lost. So a layer hands the term to a receiver around the call of the layers. A
 pipeline sends the terms of each micro-batch to the caller, sums or averages them, and sends their
 gradients back.
-
-The loss itself may be computed for some rows at a time: the logits of a language model are its
-largest activations by far, and a sum over tokens needs few of them at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.data.microbatch.microbatching import Division
 
@@ -146,7 +142,7 @@ def reduced(
 def refuse_means(terms: Iterable[Term], i: int) -> None:
     """Raise if a term of micro-batch ``i``, beside which there are others, is a mean to add up."""
     for term in terms if i else ():
-        if term.reduction == "sum" and _has_mean(term.value.grad_fn):
+        if term.reduction == "sum" and has_mean(term.value.grad_fn):
             raise ValueError(
                 f"a loss term that is added up over micro-batches must be a sum: got a mean for "
                 f"{term.name!r}. Write loss_term({term.name!r}, value, reduction='mean')."
@@ -198,63 +194,10 @@ def _add(terms: dict[str, Tensor], term: Term) -> None:
     terms[term.name] = terms[term.name] + term.value if term.name in terms else term.value
 
 
-def loss_in_pieces(loss: Callable[..., Tensor], *tensors: Tensor, rows: int) -> Tensor:
-    """Add up a loss over pieces of some rows, with the activations of one piece at a time.
-
-    Each piece is computed once more in backward. The head of a language model and its loss, for
-    1,024 tokens at a time::
-
-        def of_tokens(hidden, targets):
-            return F.cross_entropy(self.head(hidden), targets, reduction="sum")
-
-        hidden, targets = self.layers(tokens).flatten(0, 1), targets.flatten()
-        return loss_in_pieces(of_tokens, hidden, targets, rows=1024) / len(targets)
-
-    Args:
-        loss: Returns the loss of a piece, of shape ``()``: a sum over its rows, not a mean.
-        tensors: Its arguments for all rows, each of shape ``(n, ...)``.
-        rows: The number of rows in a piece; the last piece may have fewer.
-
-    Returns:
-        The sum, of shape ``()``. Value and gradients are those of ``loss(*tensors)``, up to the
-        order of sums.
-
-    Raises:
-        ValueError: If the tensors have no rows or different numbers of them, ``rows`` is not
-            positive, or the loss of a piece is not one number, or is computed as a mean.
-    """
-    counts = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
-    if len(counts) != 1 or counts == {0}:
-        raise ValueError(
-            "a loss in pieces needs tensors with the same number of rows: got shapes "
-            f"{[tuple(tensor.shape) for tensor in tensors]}. Flatten them to a row for each term "
-            "of the sum."
-        )
-    if rows < 1:
-        raise ValueError(f"rows must be 1 or more, the rows of a piece: got {rows}.")
-    total: Tensor | None = None
-    for piece in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
-        value = checkpoint(loss, *piece, use_reentrant=False)
-        if not isinstance(value, Tensor) or value.dim():
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                "the loss of a piece must be one number, the sum over its rows: got "
-                f"{f'shape {got}' if isinstance(got, tuple) else got}. Write reduction='sum'."
-            )
-        if len(tensors[0]) > rows and _has_mean(value.grad_fn):
-            raise ValueError(
-                "the loss of a piece must be a sum over its rows: got a mean. Write "
-                "reduction='sum', and divide what loss_in_pieces returns by the number of all rows."
-            )
-        total = value if total is None else total + value
-    assert total is not None, "there are rows"
-    return total
-
-
-def _has_mean(node: Any) -> bool:
+def has_mean(node: Any) -> bool:
     """Return whether the value of a node is a mean, or a sum with one in it."""
     kind = "" if node is None else node.name()
     if kind.startswith("AddBackward"):
-        return any(_has_mean(source) for source, _ in node.next_functions)
+        return any(has_mean(source) for source, _ in node.next_functions)
     # As PyTorch's operators know a reduction, 1 is the mean.
     return kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1

@@ -126,7 +126,7 @@ def test_loss_that_is_no_tensor() -> None:
 def test_mean_is_refused_in_more_than_one_piece(mean: Any) -> None:
     hidden, targets = torch.randn(6, 4).requires_grad_(), torch.zeros(6, dtype=torch.long)
 
-    with pytest.raises(ValueError, match="must be a sum over its rows: got a mean"):
+    with pytest.raises(ValueError, match="must be a sum over its rows: got "):
         loss_in_pieces(mean, hidden, targets, rows=4)
 
     assert loss_in_pieces(mean, hidden, targets, rows=6) == mean(hidden, targets)
@@ -138,3 +138,54 @@ def test_mean_that_is_weighted_with_the_rows_of_a_piece() -> None:
     found = loss_in_pieces(lambda x, y: len(x) * F.mse_loss(x, y), hidden, targets, rows=4)
 
     torch.testing.assert_close(found, 6 * F.mse_loss(hidden, targets))
+
+
+def masked_mean(x: Tensor, y: Tensor) -> Tensor:
+    return (x.square().sum(1) * y).sum() / y.sum()
+
+
+def mean_by_rows(x: Tensor, y: Tensor) -> Tensor:
+    return x.square().sum() / len(y)
+
+
+def penalised(x: Tensor, y: Tensor) -> Tensor:
+    return x.square().sum() + 0.1 * PENALTY
+
+
+PENALTY = torch.ones(())
+
+
+@pytest.mark.parametrize("loss", [masked_mean, mean_by_rows, penalised])
+def test_loss_that_does_not_add_up(loss: Any) -> None:
+    """Its gradients were as many times too large as there are pieces."""
+    tensors = torch.randn(6, 4), torch.ones(6)
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"must be a sum over its rows: got [\d.]+ for the "):
+            loss_in_pieces(loss, *tensors, rows=4)
+    assert loss_in_pieces(loss, *tensors, rows=6) == loss(*tensors)
+
+
+def test_mean_of_rows_that_are_left_out_at_first() -> None:
+    x = torch.cat([torch.zeros(2, 4), torch.randn(4, 4)])
+
+    loss_in_pieces(mean_by_rows, x, torch.ones(6), rows=3)  # nothing is known of it
+    with pytest.raises(ValueError, match="must be a sum"):
+        loss_in_pieces(mean_by_rows, x.flip(0), torch.ones(6), rows=3)
+
+
+def test_mean_that_draws() -> None:
+    with pytest.raises(ValueError, match="must be a sum over its rows: got a mean"):
+        loss_in_pieces(lambda x: F.dropout(x).mean(), torch.randn(6, 4).requires_grad_(), rows=3)
+
+
+def test_loss_that_draws() -> None:
+    """Is not compared, and draws what it would without a comparison."""
+    x = torch.randn(6, 4)
+    drawn = []
+    for rows in (6, 3):
+        torch.manual_seed(0)
+        loss_in_pieces(lambda x: F.dropout(x).sum(), x, rows=rows)
+        drawn.append(torch.rand(()))
+
+    assert drawn[0] == drawn[1]
