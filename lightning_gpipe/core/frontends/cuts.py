@@ -39,9 +39,11 @@ def beside_others(leaf: Tensor, cut: Cut, rows: int, *, far: bool) -> Tensor:
     if far and leaf.dtype == torch.bool:
         before = after = ~before
     elif far and (leaf.is_floating_point() or leaf.is_complex()):
-        before, after = _FAR * before, -_FAR / 4 * after  # one is positive, and so is their sum
-    elif far:
-        before = after = torch.zeros_like(before)
+        first = torch.where(before == 0, 1, before)  # zeros would not change a sum
+        before, after = _FAR * first, -_FAR / 4 * first  # one is positive, and so is their sum
+    elif far:  # integers may be indices: zero, and the largest ones, which change a sum
+        before = torch.zeros_like(before)
+        after = by_rows.long().amax(dim + inner, keepdim=True).to(leaf.dtype)
     index = torch.tensor([0, *range(by_rows.size(dim + inner)), 0, 0], device=leaf.device)
     beside = by_rows.index_select(dim + inner, index)  # cat would cast under autocast
     beside.narrow(dim + inner, 0, 1).copy_(before)

@@ -521,6 +521,10 @@ def test_matrix_of_all_rows(tracing: Tracing, between: Callable[..., Any]) -> No
         tracing(Model(between), 2)(rows())
 
 
+def counted(x: Tensor) -> Tensor:
+    return (9 * x[:, 0].abs()).long() + 1
+
+
 ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed from the end, mean": lambda x: x - x.transpose(-1, -2).mean(-1),
     "mean from the end": lambda x: x - x.sum(1).mean(-1),
@@ -578,6 +582,13 @@ ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
     "smallest": lambda x: x - x.kthvalue(1, 0).values,
     "number of rows twice": lambda x: x * (x.shape[-2] * 2),
     "dot product": lambda x: x / x.flatten().dot(x.flatten()),
+    "dot product of integers": lambda x: x / counted(x).dot(counted(x)),
+    "sums of integers": lambda x: (
+        x / x.new_ones(1).long().index_add(0, torch.zeros_like(x[:, 0]).long(), counted(x))
+    ),
+    "dot product after a row of zeros": lambda x: (
+        x * (x[:, 0] > x[:, 0].detach()).double().dot(x.new_ones(x.size(0)))
+    ),
     "norm of a matrix": lambda x: x / torch.linalg.matrix_norm(x),
     "sums of classes": lambda x: (
         x + x.new_zeros(1, WIDTH).index_add(0, torch.zeros_like(x[:, 0]).long(), x)
