@@ -44,7 +44,7 @@ def entries_in(
     precision = trainer.precision_plugin
     example = module.example_input_array
     if example is not None:
-        noted = _noted("example_input_array", "an input that its forward takes")
+        noted = _noted(module, "example_input_array", "an input that its forward takes")
         with noted, precision.train_step_context():
             return entries_of(modules, calling(module, precision.convert_input(example)))
     if trainer.state.fn != TrainerFn.FITTING:
@@ -64,7 +64,7 @@ def entries_in(
         with precision.train_step_context(), _idle_optimizers(module):
             module.training_step(*args)
 
-    noted = _noted("the first batch", "self.example_input_array, which is used instead")
+    noted = _noted(module, "the first batch", "self.example_input_array, which is used instead")
     with noted, _own_optimizers_unchanged(module):
         return entries_of(modules, step, arguments)
 
@@ -143,14 +143,20 @@ def _check_begins_anew(loader: Any) -> None:
 
 
 @contextmanager
-def _noted(source: str, cure: str) -> Iterator[None]:
+def _noted(module: LightningModule, source: str, cure: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        cure = f"Give the LightningModule {cure}."
+        if any(parameter.is_meta for parameter in module.parameters()):
+            cure = (
+                "Its parameters are on meta, where no forward can read the values of a tensor: if "
+                "this one does, build it on the CPU."
+            )
         add_note(
             error,
             f"raised in a call with {source}, made to find out what enters the pipeline, whose "
-            f"layers are to be measured. Give the LightningModule {cure}. Nothing is measured if "
-            "balance is a list, no setting is to be planned, and there is no Rebalance.",
+            f"layers are to be measured. {cure} Nothing is measured if balance is a list, no "
+            "setting is to be planned, and there is no Rebalance.",
         )
         raise

@@ -532,6 +532,26 @@ def test_training_step_that_cannot_run_before_the_fit_says_what_to_do(tmp_path: 
     assert "Give the LightningModule self.example_input_array" in str(raised.value.__notes__)
 
 
+def test_model_on_meta_that_reads_values_says_so(tmp_path: Path) -> None:
+    """It was advised to have an example, with which the same is raised."""
+
+    class Reads(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers.to("meta")
+            self.head.to("meta")
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = super().forward(x)
+            assert float(output.detach().sum()) is not None
+            return output
+
+    with pytest.raises(RuntimeError, match="meta") as raised:
+        run(tmp_path, build=Reads)
+
+    assert "on meta, where no forward can read the values" in str(raised.value.__notes__)
+
+
 def test_example_that_does_not_fit_says_so(tmp_path: Path) -> None:
     class Wrong(Slow):
         def __init__(self) -> None:
