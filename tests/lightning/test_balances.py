@@ -542,8 +542,7 @@ def test_model_on_meta_that_reads_values_says_so(tmp_path: Path) -> None:
             self.head.to("meta")
 
         def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = super().forward(x)
-            assert float(output.detach().sum()) is not None
+            output: Tensor = super().forward(x / float(x.amax()))
             return output
 
     with pytest.raises(RuntimeError, match="meta") as raised:
