@@ -283,6 +283,8 @@ ACROSS_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "parts of rows": lambda x: torch.cat([x[:3] * 2, x[3:]]),
     "pieces": lambda x: torch.cat([k * y for k, y in enumerate(x.split(4))]),
     "far roll": lambda x: x.roll(6, 0),
+    "roll by ten": lambda x: x.roll(10, 0),
+    "largest integers": lambda x: x * (9 * x).long().abs().amax(0),
     "any": lambda x: x * (1 + (x > 9).any()),
     "count": lambda x: x + (x > 9).sum(),
     "ones": lambda x: x + torch.ones(2, x.flatten(1).size(0)) @ x.flatten(1),
